@@ -4,7 +4,7 @@ import torch
 from canvas import GREY, INK, MUTED, RANKS, SMALL, Canvas, tint
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import shard_placement
+from lightning_hybrid.zero.ranks import shard_placement
 
 SHAPE, SIDE = torch.Size((12, 12)), 60  # of each tensor, and of its picture
 WRITERS = ((0, 1), (2, 3))  # the ranks of each stage; file r is written by rank r

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from canvas import BLUE, GREEN, INK, MUTED, ORANGE, PAPER, RULE, WIDTH, Canvas, tint
 
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import shard_placement
+from lightning_hybrid.zero.ranks import shard_placement
 
 REPLICAS = 8
 BYTES = {"parameters": 4, "gradients": 4, "optimizer states": 8}  # per element: 32 bits, and Adam has two states

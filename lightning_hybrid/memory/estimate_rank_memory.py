@@ -67,7 +67,7 @@ class RankMemory:
 
     @property
     def between_steps(self) -> int:
-        """The part of `total` that is held between steps; of the gradients too, which a step may leave."""
+        """The part of `total` that is footprint between steps; of the gradients too, which a step may leave."""
         return sum(size or 0 for size in self.sizes_in(None).values())
 
     def sizes_in(self, place: Place | None) -> dict[str, int | None]:
@@ -92,8 +92,7 @@ def estimate_rank_memory(
     activations: int | None,
     *,
     working: int = 0,
-    zero_stage: int = 0,
-    per_layer: bool = False,
+    footprint: tuple[int, int, int] | None = None,
     offloaded: Mapping[str, Place] | None = None,
 ) -> RankMemory:
     """Estimate the memory of one rank, or of one of its stages.
@@ -102,28 +101,19 @@ def estimate_rank_memory(
         parameters: Of the rank.
         activations: Bytes saved for backward, of all microbatches in flight; None if unknown.
         working: Bytes of the layer that runs, and of messages.
-        zero_stage: 0 to 3; up to 2, the memory of full parameters is kept between steps.
-        per_layer: Whether ZeRO gathers and reduces layer by layer, two at a time, or all layers once per step.
+        footprint: Bytes of parameters and of gradients between steps, and of what is gathered in a step, if not all of
+            the former two is here at all times.
         offloaded: Where "parameters", "gradients" or "optimizer_states" are, if not on the compute device.
     """
     members = list(parameters)
     trained = [each for each in members if each.is_trained]
-    keeps_full = zero_stage < 3
-    gathered = 0
-    if zero_stage:
-        by_layer: dict[str, int] = {}
-        for each in members:
-            size = (0 if keeps_full else each.nbytes) + (each.nbytes if each.is_trained else 0)
-            by_layer[each.layer] = by_layer.get(each.layer, 0) + size
-        outside = by_layer.pop("", 0)
-        layers = sorted(by_layer.values())
-        gathered = outside + sum(layers[-2:] if per_layer else layers)
+    here = footprint or (sum(each.nbytes for each in members), sum(each.nbytes for each in trained), 0)
     return RankMemory(
-        parameters=sum(each.nbytes if keeps_full else each.shard_bytes for each in members),
-        gradients=sum(each.shard_bytes if zero_stage else each.nbytes for each in trained),
+        parameters=here[0],
+        gradients=here[1],
+        gathered=here[2],
         optimizer_states=_sum([each.state_bytes for each in trained]),
         activations=activations,
-        gathered=gathered,
         working=working,
         offloaded=offloaded or {},
     )

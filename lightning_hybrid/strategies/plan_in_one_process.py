@@ -165,12 +165,12 @@ class PlanningStrategy(Hybrid3DStrategy):
         An error of the user's step while it was recorded is printed with its traceback.
         """
         partition = self.partition
-        if partition is None or partition.run.zero3_fallback is None:
+        if partition is None or partition.run.fallback is None:
             return None
         error = partition.fallback_error
         if error is not None and not describe_failure(error, steps_done=0).refused:
             traceback.print_exception(error)
-        return partition.run.zero3_fallback.refusal
+        return partition.run.fallback.refusal
 
     @property
     def why_no_stages(self) -> str:
@@ -179,11 +179,11 @@ class PlanningStrategy(Hybrid3DStrategy):
         A step that fails may need what hooks of a run set before its first batch.
         """
         partition = self.partition
-        if partition is None or partition.run.zero3_fallback is None:
+        if partition is None or partition.run.fallback is None:
             return ""
         error = partition.fallback_error
         is_refused = error is None or describe_failure(error, steps_done=0).refused
-        return partition.run.zero3_fallback.reason if is_refused else ""
+        return partition.run.fallback.reason if is_refused else ""
 
     def _memory_of(self, run: Run, recorded: Assignment | None) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank; ``recorded`` is the step of a run without stages."""

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.strict_group import as_on_gpus
+from lightning_hybrid.optimizers import full_step as offload_at_once
+from lightning_hybrid.optimizers import layer_step as offload
+from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.shared_memory import peer_sockets as streams
-from lightning_hybrid.zero import devices_storing_local_shards as homes
-from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.optimizer_states import offloaded_all_parameters_step as offload_at_once
-from lightning_hybrid.zero.optimizer_states import offloaded_layerwise_step as offload
+from lightning_hybrid.zero import storage as homes
 
 PRETENDED = torch.device("xpu", 0)
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ class SimulatedHost(Callback):
         return backward
 
     def on_train_start(self, trainer, pl_module):
-        zero = trainer.strategy.run.zero
+        zero = trainer.strategy.run.active
         finish = zero._finish
 
         def seen_in_the_step():

@@ -18,6 +18,7 @@ from harness.schedules import INTERLEAVED
 from harness.trainer_runs import ignore_warnings, lines_of_lightning
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.memory.estimate_rank_memory import ParameterOnRank, estimate_rank_memory
+from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
@@ -26,13 +27,20 @@ from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
 from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages, places_of
 from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
+from lightning_hybrid.strategies.techniques.zero import Zero
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
 def parameter(nbytes, *, shards=4, layer="", is_trained=True):
     return ParameterOnRank(nbytes, nbytes // shards, 2 * nbytes // shards, is_trained, layer)
+
+
+def zero(stage, *, per_layer=False):
+    """ZeRO that is built."""
+    made = Zero(stage, [None])
+    made._per_layer = per_layer
+    return made
 
 
 def test_zero_stages():
@@ -42,16 +50,18 @@ def test_zero_stages():
     assert replicas.total == 1607 and (replicas + replicas).total == 3214
     expected = {1: (2080, 500, 1000, 2000), 2: (2080, 500, 1000, 2000), 3: (520, 500, 1000, 4080)}
     for stage, sizes in expected.items():
-        found = estimate_rank_memory(members, None, zero_stage=stage)
+        found = estimate_rank_memory(members, None, footprint=zero(stage).footprint(None, members))
         assert (found.parameters, found.gradients, found.optimizer_states, found.gathered) == sizes
         assert found.activations is None and found.total == sum(sizes)
-    by_layer = estimate_rank_memory(members, None, zero_stage=3, per_layer=True)
+    by_layer = estimate_rank_memory(members, None, footprint=zero(3, per_layer=True).footprint(None, members))
     assert by_layer.gathered == 80 + 2 * (400 + 400), "two layers at a time"
 
 
 def test_offloaded_states_are_not_in_the_memory_of_the_device():
     places = {"parameters": "files", "optimizer_states": "host"}
-    rank = estimate_rank_memory([parameter(400)], 7, zero_stage=3, offloaded=places)
+    rank = estimate_rank_memory(
+        [parameter(400)], 7, footprint=zero(3).footprint(None, [parameter(400)]), offloaded=places
+    )
     assert (rank.parameters, rank.gradients, rank.optimizer_states, rank.gathered) == (100, 100, 200, 800)
     assert rank.between_steps == 100 and rank.total == 100 + 800 + 7
     assert (rank + rank).total == 2 * rank.total

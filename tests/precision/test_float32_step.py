@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import PrecisionError
+from lightning_hybrid.optimizers.host_pipeline import HostStepPipeline
+from lightning_hybrid.optimizers.layer_step import LayerwiseStep
 from lightning_hybrid.precision import HybridPrecision, float32_step
 from lightning_hybrid.precision.float32_step import MASTER_WEIGHT, Float32Step, drop_unused_masters
 from lightning_hybrid.precision.stochastic_rounding import KeyedRounding
-from lightning_hybrid.zero.optimizer_states.host_step_pipeline import HostStepPipeline
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 
 SHAPES = [(5, 3), (7,), (2, 3, 4), (1,)]
 OPTIMIZERS = {

@@ -1,6 +1,7 @@
 """Dtypes of messages between replicas: against sums by hand, on the wire, and under ZeRO."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from harness.fits import Run, assert_bitwise_equal, assert_parity, check, fit, r
 from lightning_hybrid import HybridPrecision
 from lightning_hybrid.callbacks import GradientCompression
 from lightning_hybrid.errors import PrecisionError
-from lightning_hybrid.precision.message_dtypes import check_gather_dtype
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.strategies.techniques.zero import Zero
 
 SHAPES = [(7, 5), (11,), (3, 2)]
 DTYPES = ["float32", "bfloat16"]
@@ -175,10 +176,10 @@ def test_steps_in_the_backward_change_nothing(worlds, stage):
 
 def sent_bytes(run):
     """On a rank: bytes of all-gathers, and of all-to-alls in which gradients are reduced, of one fit."""
-    from lightning_hybrid.zero import sharded_parameter_group
+    from lightning_hybrid.zero import group
 
     counted = {"gathered": 0, "reduced": 0}
-    gather, exchange = sharded_parameter_group.all_gather_single, dist.all_to_all_single
+    gather, exchange = group.all_gather_single, dist.all_to_all_single
 
     def counting_gather(received, message, **kwargs):
         counted["gathered"] += message.nbytes
@@ -188,11 +189,11 @@ def sent_bytes(run):
         counted["reduced"] += message.nbytes
         return exchange(received, message, **kwargs)
 
-    sharded_parameter_group.all_gather_single, dist.all_to_all_single = counting_gather, counting_exchange
+    group.all_gather_single, dist.all_to_all_single = counting_gather, counting_exchange
     try:
         fit(run)
     finally:
-        sharded_parameter_group.all_gather_single, dist.all_to_all_single = gather, exchange
+        group.all_gather_single, dist.all_to_all_single = gather, exchange
     return counted
 
 
@@ -222,10 +223,11 @@ def test_a_dtype_of_no_gather_is_refused(worlds):
 
 
 def test_gathers_of_manual_optimization_are_refused():
-    plugin = HybridPrecision(gather_dtype="bfloat16")
-    check_gather_dtype(plugin, zero_stage=3, is_manual=False)
+    plugin, options = HybridPrecision(gather_dtype="bfloat16"), SimpleNamespace(zero_stage=3)
+    mesh = SimpleNamespace(size=lambda axis: 2)
+    Zero.check(options, mesh, plugin, is_manual=False)
     with pytest.raises(PrecisionError, match=r"gather_dtype=torch\.bfloat16: in manual optimization"):
-        check_gather_dtype(plugin, zero_stage=3, is_manual=True)
+        Zero.check(options, mesh, plugin, is_manual=True)
 
 
 def test_compressed_gradients_have_one_form(worlds):

@@ -10,9 +10,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.fits import Run, fit
-from lightning_hybrid.zero import sharded_parameter_group as of_groups
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+from lightning_hybrid.zero import group as of_groups
+from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.sharding import ZeroSharding
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 
@@ -102,7 +102,7 @@ class CountsFullLayers(Callback):
             setattr(owner, name, member)
 
     def on_train_end(self, trainer, pl_module):
-        groups = trainer.strategy.run.zero._all
+        groups = trainer.strategy.run.active._all
         self.recorded = {
             "gathers": self.gathers,
             "layers": sum(bool(group.fqn) for group in groups),

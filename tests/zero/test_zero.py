@@ -13,8 +13,8 @@ from harness.fits import Run, check, fit, fit_reference, trainer_of
 from harness.live_storages import LiveStorages
 from harness.zero_runs import zero
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, shard_placement
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.ranks import ShardRanks, shard_placement
 from models.cases import CASES, Samples, make
 from models.hand_written import Layers, TiedInStep
 
@@ -275,7 +275,7 @@ class CountsFullLayers(Callback):
     recorded = None
 
     def setup(self, trainer, pl_module, stage):
-        from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+        from lightning_hybrid.zero.group import ParameterGroup
 
         local, self.most = [], 0
         gather, counts = ParameterGroup.gather, self

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optimizers.state_file import is_in_state_file
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import holds_tensors, inner_tensors
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.zero.memory_mapped_states import is_in_state_file
 
 
 class Holder(NamedTuple):

@@ -18,6 +18,7 @@ from lightning_hybrid.memory.estimate_rank_memory import (
     estimate_rank_memory,
     working_bytes,
 )
+from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
@@ -25,9 +26,8 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import gathers_per_layer
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
+from lightning_hybrid.techniques.technique import Active
 
 _OVER_REPLICAS = ("dp_shard", "ep_shard")
 
@@ -45,7 +45,6 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
     members: list[list[ParameterOnRank]] = [[] for _ in range(stages.count)]
     parameters = dict(setting.module.named_parameters())
     layers = stages.layer_of(parameters)
-    per_layer = zero_gathers_per_layer(run)
     for name, parameter in parameters.items():
         here = ParameterOnRank(
             nbytes=_nbytes(parameter, stages.shape(name, parameter)),
@@ -61,8 +60,9 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
             of_stage,
             activations,
             working=work + _of_optimizer_and_hooks(of_stage, run),
-            zero_stage=run.zero_stage if run.zero_shardings else 0,
-            per_layer=per_layer,
+            footprint=next(
+                (footprint for each in run.techniques if (footprint := each.footprint(run, of_stage)) is not None), None
+            ),
             offloaded=places_of(setting.options.offloaded, setting.device),
         )
         for of_stage, activations, work in zip(
@@ -79,12 +79,12 @@ def _of_optimizer_and_hooks(members: Sequence[ParameterOnRank], run: Run) -> int
     if not run.is_pipelined:  # without a recorded step no bound is given
         return 0
     trained = [each for each in members if each.is_trained]
-    held = sum(each.shard_bytes for each in trained) if old_gradients_are_read(run.setting.trainer) else 0
+    footprint = sum(each.shard_bytes for each in trained) if old_gradients_are_read(run.setting.trainer) else 0
     if run.setting.trainer.accumulate_grad_batches > 1:  # copies of those of earlier batches, for a rollback
-        held = sum(each.nbytes for each in trained)
-    if run.setting.layout.data_parallel_size > 1 and not zero_gathers_per_layer(run):
-        held += sum(each.nbytes for each in trained)  # messages of gradients
-    return held + 3 * max((each.nbytes for each in trained), default=0)
+        footprint = sum(each.nbytes for each in trained)
+    if run.setting.layout.data_parallel_size > 1 and not any(each.gathers_per_layer(run) for each in run.techniques):
+        footprint += sum(each.nbytes for each in trained)  # messages of gradients
+    return footprint + 3 * max((each.nbytes for each in trained), default=0)
 
 
 def places_of(offloaded: Mapping[str, str], device: torch.device) -> dict[str, Place]:
@@ -104,7 +104,7 @@ def without_techniques(run: Run) -> Run:
     parts = LocalShards(run.setting.module, shardings) if shardings else None
     options = dataclasses.replace(run.setting.options, offload=None)
     setting = dataclasses.replace(run.setting, options=options)
-    return dataclasses.replace(run, setting=setting, parts=parts, zero_shardings=(), zero=None, recomputation=None)
+    return dataclasses.replace(run, setting=setting, parts=parts, techniques=(), active=Active(), recomputation=None)
 
 
 def memory_of_ranks(stages: Sequence[RankMemory], run: Run) -> list[RankMemory]:
@@ -142,24 +142,13 @@ class _Stages:
 
     def layer_of(self, names: Iterable[str]) -> Mapping[str, str]:
         """The layer that a parameter belongs to, by the parameter's FQN."""
-        if not self._run.zero_shardings:
+        if not self._run.gathered_shardings:
             return {}
         first = None if self._plan is None else self._plan.first
         units = choose_units(self._run.setting.module, 1) if first is None else first.recording.units
         layers = find_layers(units)
         found = {name: [fqn for fqn in layers if name.startswith(f"{fqn}.")] for name in names}
         return {name: fqns[0] for name, fqns in found.items() if fqns}
-
-
-def zero_gathers_per_layer(run: Run) -> bool:
-    """Return whether ZeRO gathers layer by layer, in a run that is built or only planned."""
-    if run.zero is not None or not run.zero_shardings:
-        return run.zero is not None and run.zero.per_layer
-    stages = _Stages(run)
-    named = run.setting.module.named_parameters()
-    local = [(name, p) for name, p in named if 0 in stages.of(name)]
-    full_bytes = sum(_nbytes(p, stages.shape(name, p)) for name, p in local)
-    return gathers_per_layer(run.setting.options.reshard_after_forward, full_bytes, run.setting.device)
 
 
 def _nbytes(parameter: nn.Parameter, shape: Sequence[int]) -> int:

@@ -25,12 +25,9 @@ from lightning_hybrid.strategies.description.describe_batch_and_environment impo
 from lightning_hybrid.strategies.description.memory_of_stages import (
     memory_of_ranks,
     memory_of_stages,
-    zero_gathers_per_layer,
 )
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.slow_links.connect_slow_links import describe_slow_links
-from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategies.description.recomputation_under_budget import ExpectedRecomputation
@@ -106,8 +103,8 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     elif first is not None:
         details += _stage_rows(first, rank_of, None)
     rest += [] if first is None else _shared_and_means(run, first)
-    if run.zero3_fallback is not None:
-        head.insert(1, run.zero3_fallback.line)
+    if run.fallback is not None:
+        head.insert(1, run.fallback.line)
     if partition is not None and run.shards is not None and partition.tensor_planner is not None:
         from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
 
@@ -140,11 +137,7 @@ def describe_techniques(run: Run, recomputed: str = "") -> list[str]:
     """
     setting = run.setting
     options, lines = setting.options, []
-    if run.zero_shardings:
-        per_layer = zero_gathers_per_layer(run)
-        by_memory = options.reshard_after_forward == "auto" and not has_adascale(setting.trainer)
-        size = run.mesh.size("dp_shard")
-        lines.append(describe_zero(run.zero_stage, size, per_layer=per_layer, by_free_memory=by_memory))
+    lines += [line for technique in run.techniques for line in technique.lines(run)]
     if options.offloaded:
         stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
         lines.append(f"offloaded: {', '.join(stores)}")

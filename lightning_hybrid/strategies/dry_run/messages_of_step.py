@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,43 +17,11 @@ from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.schedule.linked_stages_and_messages import Portals
 from lightning_hybrid.schedule.program import Program, Receive, Send, lower
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.strategies.description.memory_of_stages import zero_gathers_per_layer
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
-from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import members_of_groups
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import numel_of_largest_shard
+from lightning_hybrid.techniques.technique import Messages
 
-Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 _BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # defaults of GradientReducer
-
-
-@dataclass(frozen=True)
-class Messages:
-    """Messages of one kind that a rank sends in one training step.
-
-    Attributes:
-        axis: Name of the axis of the layout, as in ``train/sent_bytes/AXIS``.
-        content: What is sent.
-        operation: The collective, or "send".
-        num_ranks: Ranks of the group; 2 for a send.
-        count: Number of messages.
-        nbytes: Bytes of all tensors that the rank puts in.
-    """
-
-    axis: str
-    content: str
-    operation: Operation
-    num_ranks: int
-    count: int
-    nbytes: int
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that the rank sends, in a ring: (k - 1) / k of its tensor, twice that for an all-reduce."""
-        size = self.num_ranks
-        share = (size - 1) / size
-        factors = {"send": 1.0, "all_reduce": 2 * share, "all_gather": size - 1.0}
-        return factors.get(self.operation, share) * self.nbytes
 
 
 def program_of(run: Run, num_microbatches: int) -> Program | None:
@@ -104,7 +71,7 @@ def buffers_of_messages(run: Run, program: Program | None) -> int:
             values = forward[source, target] if direction == "forward" else backward[target, source]
             total += sum(assignment.graph.values[value].nbytes for value in values)
     dtype = message_dtypes(run.setting.precision)["reduce_dtype"]
-    if dtype is not None and not run.zero_shardings and run.mesh.size("data") > 1:
+    if dtype is not None and not any(t.shardings for t in run.techniques) and run.mesh.size("data") > 1:
         for _, parameter, shape in _local(run):
             if parameter.requires_grad and parameter.dtype != dtype:
                 total += torch.Size(shape).numel() * dtype.itemsize
@@ -119,11 +86,9 @@ def gradient_messages(run: Run, num_microbatches: int, layer_reads: Collection[s
         num_microbatches: Of the batch of a replica.
         layer_reads: FQNs of parameters of layers that other code reads.
     """
-    if run.zero_shardings:
-        messages = [*_zero_messages(run, num_microbatches, layer_reads)]
-    else:
-        messages = [*_average_messages(run)]
-    return [*messages, *_tied_messages(run)]
+    sent = [each for technique in run.techniques for each in technique.messages(run, num_microbatches, layer_reads)]
+    averages = [] if any(technique.shardings for technique in run.techniques) else [*_average_messages(run)]
+    return [*averages, *sent, *_tied_messages(run)]
 
 
 def local_names(run: Run) -> list[str]:
@@ -192,45 +157,6 @@ def _buckets(members: Sequence[tuple[torch.dtype, int, Any]], dtype: torch.dtype
     for key in list(opened):
         close(key)
     return closed
-
-
-def _zero_messages(run: Run, num_microbatches: int, layer_reads: Collection[str]) -> Iterator[Messages]:
-    plan, mesh = run.plan, run.mesh
-    assert plan is not None and run.parts is not None
-    shapes = {name: shape for name, _, shape in _local(run)}
-    placements = {name: placement for each in run.zero_shardings for name, placement in each.placements.items()}
-    dtypes = message_dtypes(run.setting.precision)
-    per_layer = zero_gathers_per_layer(run)
-    frees = per_layer and run.zero_stage == 3
-    totals: Counter[tuple[str, Operation, int]] = Counter()
-    counts: Counter[tuple[str, Operation, int]] = Counter()
-
-    def add(content: str, operation: Operation, axis: str, count: int, nbytes: int) -> None:
-        if mesh.size(axis) > 1 and count:
-            totals[content, operation, mesh.size(axis)] += count * nbytes
-            counts[content, operation, mesh.size(axis)] += count
-
-    groups = members_of_groups(run.setting.module, plan, layer_reads, run.experts, names=set(shapes))
-    for (stage, layer, dtype, is_expert), members in groups.items():
-        shard_axis, copies_axis = ("ep_shard", "ep_outer") if is_expert else ("dp_shard", "dp_replicate")
-        sizes = {name: numel_of_largest_shard(shapes[name], placements.get(name)) for name in members}
-        shard = sum(size for name, size in sizes.items() if name in placements)
-        passes = 2 * num_microbatches if frees and layer else 1
-        add(
-            "parameters",
-            "all_gather",
-            shard_axis,
-            passes if shard else 0,
-            shard * (dtypes["gather_dtype"] or dtype).itemsize,
-        )
-        trained = [name for name, parameter in members.items() if parameter.requires_grad]
-        row = (sum(sizes[name] for name in trained) + len(trained)) * (dtypes["reduce_dtype"] or dtype).itemsize
-        times = num_microbatches if per_layer and stage is not None else 1
-        if trained:
-            add("averages of gradients", "reduce_scatter", shard_axis, times, row * mesh.size(shard_axis))
-            add("averages of gradients", "all_reduce", copies_axis, times, row)
-    for (content, operation, size), nbytes in totals.items():
-        yield Messages("data", content, operation, size, counts[content, operation, size], nbytes)
 
 
 def _tied_messages(run: Run) -> Iterator[Messages]:

@@ -106,8 +106,8 @@ def run_of_rank(run: Run, rank: int) -> Run:
         for each in ([] if run.parts is None else run.parts.shardings)
     }
     parts = None if run.parts is None else LocalShards(run.setting.module, list(shardings.values()))
-    over_replicas = tuple(shardings[id(each)] for each in run.zero_shardings)
-    return dataclasses.replace(run, mesh=mesh, plan=plan, parts=parts, zero_shardings=over_replicas)
+    techniques = tuple(technique.of_rank(shardings) for technique in run.techniques)
+    return dataclasses.replace(run, mesh=mesh, plan=plan, parts=parts, techniques=techniques)
 
 
 def _places(mesh: Any, axis: str, places: Mapping[str, int]) -> Mapping[str, int]:

@@ -17,10 +17,10 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.recompute_policies import Policy
 from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.strategies.dry_run.messages_of_step import Messages, Operation
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.techniques.expert_parallel import ExpertTensorRanks
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner
+from lightning_hybrid.techniques.technique import Messages, Operation
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective, CountedRanks
 from lightning_hybrid.tensor.shapes_only.measure_sharded_unit import UnitUse, measure_unit

@@ -94,17 +94,17 @@ class LayoutChooser:
                 self._keep_pipelined(arguments)
             else:
                 self._rebalance(arguments)
-        elif self._num_tries and self._run.zero3_fallback is not None:
+        elif self._num_tries and self._run.fallback is not None:
             with self._setting.world.as_launcher():
                 self._try_to_partition(step_arguments(module, "training_step", batch, batch_idx))
         self._num_tries = max(0, self._num_tries - 1)
 
     def on_train_end(self) -> None:
         """Announce the fallback of a run so short that no batch was left to try the step."""
-        zero3_fallback = self._run.zero3_fallback
-        if self._num_tries and zero3_fallback is not None and self._batches >= 0:
+        fallback = self._run.fallback
+        if self._num_tries and fallback is not None and self._batches >= 0:
             self._num_tries = 0
-            zero3_fallback.announce()
+            fallback.announce()
 
     def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
         """Run a training step; where it breaks, run it again by another trace or in another layout."""
@@ -146,8 +146,7 @@ class LayoutChooser:
         if not runner.can_share_batches:
             self._decide(runner, args, is_written=False)
             return run(name, args, train, manual_optimization=manual_optimization)
-        zero = self._run.zero
-        in_files = zero is not None and bool(zero.regions)  # of which little may be in memory
+        in_files = bool(self._run.active.regions)  # of which little may be in memory
         before = None if in_files else _parameter_sums(self._setting.module)
         result = run(name, args, train, manual_optimization=manual_optimization)
         self._decide(runner, args, is_written=before is None or _parameter_sums(self._setting.module) != before)
@@ -270,7 +269,7 @@ class LayoutChooser:
     @contextlib.contextmanager
     def _gathered_for_new_traces(self, is_recorded: bool) -> Iterator[None]:
         """Gather parameters for a dry run; all ranks join if the batch of any replica is new."""
-        if self._run.zero is None or not self._setting.world.any_replica(not is_recorded):
+        if not (self._run.gathered_shardings and self._setting.world.any_replica(not is_recorded)):
             yield
             return
         failure: Exception | None = None
@@ -285,8 +284,8 @@ class LayoutChooser:
     # -- in shards, until the step is complete ------------------------------------------------------------------------
 
     def _try_to_partition(self, arguments: Sequence[Any]) -> None:
-        zero3_fallback, world, left = self._run.zero3_fallback, self._setting.world, None
-        assert zero3_fallback is not None
+        fallback, world, left = self._run.fallback, self._setting.world, None
+        assert fallback is not None
         if (runner := self._run.plain_runner) is not None and runner.stores_rows_of_samples:
             left = StepError(
                 "training_step leaves tensors on its module that may have a row for each sample", entry="rows-on-module"
@@ -296,7 +295,7 @@ class LayoutChooser:
         if not reason:
             self._change_layout(arguments, "")
         elif self._num_tries == 1 or self._setting.options.strict_layout:
-            zero3_fallback.announce(reason=reason)
+            fallback.announce(reason=reason)
 
     def _why_not_partitionable(self, arguments: Sequence[Any]) -> Exception | None:
         """Return why the step cannot be recorded and partitioned as it is now; discards the recording."""

@@ -60,7 +60,7 @@ def _table(run: Run, optimization: Optimization) -> _Table:
         )
         for name, parameter in run.setting.module.named_parameters()
     ]
-    groups = () if run.zero is None else run.zero.groups
+    groups = run.active.groups
     return {
         "parameters": parameters,
         "gathers": [(group.fqn, *group.parameters) for group in groups],

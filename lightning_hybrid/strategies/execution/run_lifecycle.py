@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
-from lightning_hybrid.precision.message_dtypes import check_gather_dtype
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.connect_monitors import connect_monitors
 from lightning_hybrid.strategies.description.print_run_start_lines import announce_run
@@ -44,7 +43,7 @@ from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.check_sync_batchnorm_argument import synced_norms
-from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import check_zero_replicas
+from lightning_hybrid.strategies.techniques.order import check_techniques
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 
 if TYPE_CHECKING:
@@ -92,9 +91,7 @@ class RunLifecycle:
             check_scripted(module)
         norms = None
         if is_fitting:
-            check_zero_replicas(options.zero_stage, world.mesh)
-            is_manual = not module.automatic_optimization
-            check_gather_dtype(precision, zero_stage=options.zero_stage, is_manual=is_manual)
+            check_techniques(options, world.mesh, precision, is_manual=not module.automatic_optimization)
             norms = synced_norms(strategy._layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
         self._partition: ModulePartition | None = None  # of a layout that is not announced yet
@@ -206,8 +203,7 @@ class RunLifecycle:
 
     def _abandon_trial(self) -> None:
         self.execution.abandon()
-        if self.run.zero is not None:
-            self.run.zero.end_evaluation()
+        self.run.active.end_evaluation()
         for module, is_training in self._modes:
             module.training = is_training
         trainer = self.setting.trainer

@@ -87,7 +87,7 @@ class StepExecution:
             if not self._setting.is_manual:
                 return self._scheduled_step(args, self._run.runner, run_step)
             # The user's step calls backwards and optimizers itself, on what this rank runs of the batch.
-            with nullcontext() if self._run.zero is None else self._run.zero.full_step(lambda: self._are_averages):
+            with self._run.active.user_step(lambda: self._are_averages):
                 return run_step("training_step", args, None, manual_optimization=True).output
 
     def _synced_norms(self) -> AbstractContextManager[None]:
@@ -118,7 +118,7 @@ class StepExecution:
         weight = setting.options.microbatch_weight
         weigh = None if weight is None else partial(weigh_by_count, count=weight, mesh=self._run.mesh)
         if (steps := self._owner.optimization.in_backward) is not None:
-            may_run_again = runner.can_roll_back_step or self._run.zero3_fallback is not None
+            may_run_again = runner.can_roll_back_step or self._run.fallback is not None
             steps.is_allowed = self.is_syncing and not unused and not may_run_again
         callbacks = self._before_backward, self._after_backward, self._reduce_stage
         train = TrainContext(seed_factor, *callbacks, self.recorder, weigh, self._activations.measure)
@@ -157,7 +157,7 @@ class StepExecution:
         run, optimization = self._run, self._owner.optimization
         if optimization.tied is not None:
             optimization.tied.sum_gradients()
-        if run.zero is None:
+        if not run.active.reduces_gradients:
             start = self.recorder.mark()
             if optimization.in_backward is None or run.plain_runner is None:
                 optimization.reducers[None].reduce()
@@ -169,19 +169,17 @@ class StepExecution:
             run.experts.agree_on_gradients()
 
     def _before_backward(self, stage: int, is_last: bool) -> None:
-        zero, reducers = self._run.zero, self._owner.optimization.reducers
+        active, reducers = self._run.active, self._owner.optimization.reducers
         if (steps := self._owner.optimization.in_backward) is not None:
             steps.begin_backward(is_last=is_last)
-            if zero is None and is_last and self._run.plain_runner is not None and self.is_syncing:
+            if not active.reduces_gradients and is_last and self._run.plain_runner is not None and self.is_syncing:
                 reducers[None].arm()  # otherwise averaged after the step
-        if zero is not None:
-            zero.before_backward(stage, is_last)
-        elif is_last and self.is_syncing and stage in reducers:
+        active.before_backward(stage, is_last)
+        if not active.reduces_gradients and is_last and self.is_syncing and stage in reducers:
             reducers[stage].arm()
 
     def _after_backward(self, stage: int, is_last: bool) -> None:
-        if self._run.zero is not None:
-            self._run.zero.after_backward(stage, is_last)
+        self._run.active.after_backward(stage, is_last)
 
     def _reduce_stage(self, stage: int) -> None:
         reducers = self._owner.optimization.reducers

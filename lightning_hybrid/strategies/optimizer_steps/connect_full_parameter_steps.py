@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
+from lightning_hybrid.optimizers.owner_step import OwnerStep
+from lightning_hybrid.optimizers.trial import steps_full_parameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import replace
-from lightning_hybrid.zero.optimizer_states.full_parameter_step_at_owner import OwnerStep
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import steps_full_parameters
 
 
 def connect_full_parameter_steps(

@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import QuantizedStatesError
+from lightning_hybrid.optimizers.trial import has_low_bit_states
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import has_low_bit_states
 
 
 def check_quantized_states(optimizers: Sequence[Optimizer], options: Options, *, is_sharded: bool) -> None:

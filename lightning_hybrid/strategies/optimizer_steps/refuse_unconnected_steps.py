@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, combines_parameters
+from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 
 
 class ConnectedOptimizers:

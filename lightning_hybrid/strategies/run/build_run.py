@@ -17,15 +17,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.parts.gradient_hooks import on_full_gradient
-from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.profile_batches_for_budget import profile_for_budget
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import shard_over_replicas
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import FullAtTrainEnd, around_validation
 
 if TYPE_CHECKING:
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
     from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
-    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
 class RunOwner(Protocol):
@@ -200,7 +196,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
         run.parts,
         parameters,
         HookAgreement(run.mesh.group("holders"), setting.device, meet, "layer's"),
-        over_replicas=bool(run.zero_shardings) or run.experts is not None,
+        over_replicas=bool(run.gathered_shardings) or run.experts is not None,
     )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
@@ -215,7 +211,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
         module,
         run.runner.unpartitioned,
         is_sharded=in_shards,
-        zero=lambda: owner.run.zero,
+        active=lambda: owner.run.active,
         synchronizes=lambda refers: _loaders_synchronize(owner.run, refers),
     )
     undo.callback(loaders)
@@ -239,8 +235,7 @@ def _loaders_synchronize(run: Run, refers: bool) -> bool:
     with world.as_launcher():
         if run.experts is not None or not world.decide(refers, all_ranks=False):
             return False
-        assert run.zero is not None
-        run.zero.allow_rank_local_reads(run.mesh)
+        run.active.allow_rank_local_reads(run.mesh)
     return True
 
 
@@ -251,31 +246,13 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         assert run.parts is not None
         begin = partial(run.experts.begin_evaluation, run.parts)
         undo.callback(around_validation(setting.trainer, begin, run.experts.end_evaluation))
-    if not run.zero_shardings or partition is None:
+    if partition is None:
         return run
-    from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import gather_in_recomputation
-
-    assert run.plan is not None
-    zero: ZeroSharding = shard_over_replicas(
-        setting.module,
-        run.plan,
-        partition.layer_reads,
-        run.zero_shardings,
-        run.experts,
-        run.mesh,
-        setting.device,
-        stage=run.zero_stage,
-        reshard_after_forward=False if has_adascale(setting.trainer) else setting.options.reshard_after_forward,
-        offload=setting.options.offloaded,
-        agree=lambda needed: setting.world.decide(needed, all_ranks=False),
-        guards=None if run.runner is None else run.runner.guards,
-        dtypes=message_dtypes(setting.precision),
-    )
-    undo.callback(zero.close)
-    if run.recomputation is not None:
-        gather_in_recomputation(run.recomputation, zero)
-    undo.callback(around_validation(setting.trainer, zero.begin_evaluation, zero.end_evaluation))
-    return dataclasses.replace(run, zero=zero)
+    built = [technique.build(run, partition) for technique in run.techniques]
+    active = built[0] if built else run.active
+    if run.gathered_shardings:
+        undo.callback(around_validation(setting.trainer, active.begin_evaluation, active.end_evaluation))
+    return dataclasses.replace(run, active=active)
 
 
 def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
@@ -335,7 +312,7 @@ def running_layers(run: Run, owner: RunOwner) -> Iterator[None]:
 
 def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> None:
     """Let the runner execute layers as they are sharded, gathered and recomputed."""
-    runner, zero = run.runner, run.zero
+    runner, active = run.runner, run.active
     assert runner is not None
     if not partition.has_step:
         return
@@ -344,8 +321,8 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
     if run.activations is not None:  # inside ZeRO and recomputation, which take their tensors first
         running = run.activations.running
         runner.wrap_layers(lambda: running(is_exact=runner.is_comparing))
-    if zero is not None:
-        runner.wrap_layers(zero.running, zero.settle)
+    if run.gathered_shardings:
+        runner.wrap_layers(active.running, active.settle)
     routing = frozenset() if run.experts is None else run.experts.routing()
     if run.recomputation is not None:
         runner.wrap_layers(partial(run.recomputation.running, without=routing))
@@ -363,7 +340,6 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
         return run
     from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
     from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
-    from lightning_hybrid.zero.gather_layer_for_other_code import gathered_for_other_code
 
     sharded = {name for axis in (() if run.shards is None else run.shards.shardings) for name in axis.placements}
     is_compiled, counted = setting.options.compile is not None, option is not True
@@ -374,7 +350,7 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
     losses = ChunkedLoss(
         heads,
         option if counted else None,
-        around=gathered_for_other_code(run.zero),
+        around=run.active.gathered,
         inform=logging.getLogger(pl.__name__).info if is_first else lambda _: None,
         warn=warnings.warn if is_first else lambda _: None,
     )

@@ -33,9 +33,6 @@ from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
     connect_adascale,
     has_adascale,
 )
-from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import (
-    step_manual_shards,
-)
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
 from lightning_hybrid.strategies.user_code.hooks_of_optimizer_steps import (
     read_in_later_hooks,
@@ -45,8 +42,8 @@ from lightning_hybrid.strategies.user_code.hooks_of_optimizer_steps import (
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import around_validation
 
 if TYPE_CHECKING:
+    from lightning_hybrid.optimizers.offloaded import OffloadedStates
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 
 
 def connect_optimizers(
@@ -74,7 +71,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         setting.module,
         run.plan,
         run.mesh,
-        averages=run.zero is None or setting.is_manual,
+        averages=not run.active.reduces_gradients or setting.is_manual,
         experts=frozenset() if run.experts is None else run.experts.sharding.placements.keys(),
         reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
         sharded=frozenset() if run.parts is None else run.parts.names,
@@ -105,7 +102,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
             optimizers,
             setting.module,
             num_replicas=setting.world.mesh.size("data"),
-            has_copies=run.mesh.size("data") > 1 or run.zero is not None or run.is_pipelined,
+            has_copies=run.mesh.size("data") > 1 or bool(run.gathered_shardings) or run.is_pipelined,
             sharded=frozenset() if run.parts is None else run.parts.names,
             is_manual=setting.is_manual,
             unaveraged=lambda: {key: name for each in reducers.values() for key, name in each.unaveraged.items()},
@@ -120,8 +117,8 @@ def _parts_of_norms(run: Run) -> LocalShards | None:
     """Return what of each gradient this rank has when it is clipped, and which ranks count it."""
     if not run.setting.is_manual:
         return run.parts
-    # ZeRO has gathered its shards, so that each replica clips full gradients, but for those of experts.
-    gathered = run.zero_shardings if run.experts is not None else ()
+    # Shards over replicas are gathered, so that each replica clips full gradients, but for those of experts.
+    gathered = run.gathered_shardings if run.experts is not None else ()
     counted_once = [dataclasses.replace(sharding, placements={}) for sharding in gathered]
     return LocalShards(run.setting.module, [*_shardings_in_step(run), *counted_once])
 
@@ -145,7 +142,7 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
     if not isinstance(precision, HybridPrecision) or not precision.steps_in_float32:
         return
     fuse_steps(optimizers, run.until_end)
-    sharded = setting.is_manual and run.zero is not None
+    sharded = setting.is_manual and bool(run.gathered_shardings)
     check_random_rounding(precision, setting.device, setting.options.offloaded, shards_manual_steps=sharded)
     undo = precision.step_in_float32(
         optimizers,
@@ -160,7 +157,7 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
 def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that need all elements of a parameter have them; return those."""
     module, is_full = run.setting.module, lambda: owner.state.is_full
-    if run.setting.is_manual and run.zero is not None:
+    if run.setting.is_manual and run.gathered_shardings:
         from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optimization import (
             sum_norms_in_manual_steps,
         )
@@ -219,21 +216,24 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
 
 
 def _shardings_in_step(run: Run) -> list[AxisSharding]:
-    """The shardings that remain while a step of manual optimization runs: ZeRO has gathered its shards then."""
-    return [] if run.parts is None else [s for s in run.parts.shardings if not any(s is z for z in run.zero_shardings)]
+    """The shardings that remain while a step of manual optimization runs: the others are gathered then."""
+    gathered = run.gathered_shardings
+    return [] if run.parts is None else [s for s in run.parts.shardings if not any(s is g for g in gathered)]
 
 
 def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[OffloadedStates]:
     setting = run.setting
     if not setting.options.offloaded:
         return []
+    from lightning_hybrid.optimizers.layer_step import LayerwiseStep
     from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
-    from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 
     layers = parameters_by_layer(setting.module, run.plan)
     offload, device = setting.options.offloaded, setting.device
     float32 = isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32
-    made = offload_states(optimizers, layers, offload, device, watched, run.until_end, run.zero, in_float32=float32)
+    made = offload_states(
+        optimizers, layers, offload, device, watched, run.until_end, run.active.regions, in_float32=float32
+    )
     on_host = [each.host_optimizer for each in made if isinstance(each, LayerwiseStep) and each.host_optimizer]
     if float32 and on_host:  # copies of the optimizers step copies of the parameters
         run.until_end.callback(setting.mesh_precision.step_in_float32(on_host, {}, step=lambda: 0))
@@ -242,13 +242,12 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
 
 def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that the module calls itself step full or sharded parameters."""
-    setting, undo = run.setting, run.until_end
-    full = [] if run.zero is None else step_manual_shards(optimizers, setting.module, run.zero_shardings, undo)
+    full = [each for technique in run.techniques for each in technique.step_in_user_step(run, optimizers)]
     if run.guards is not None:
         from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import step_local_shards
 
         for optimizer in optimizers:  # outermost: no other replacement of a step is guarded
-            undo.callback(step_local_shards(optimizer, run.guards))
+            run.until_end.callback(step_local_shards(optimizer, run.guards))
     return full
 
 
@@ -261,10 +260,10 @@ def _connect_adascale(
     before = {id(p) for p in counted_parameters if parts is None or parts.is_first_owner(p, within_replica=True)}
     if not run.is_pipelined and mesh.rank_in("pp"):  # all of them run full batches
         before = set()
-    is_copy = run.zero is not None and run.mesh.rank_in("dp_replicate")
+    is_copy = bool(run.gathered_shardings) and run.mesh.rank_in("dp_replicate")
     if (runner := run.plain_runner) is not None:
         runner.run_full_batches()  # the gradients of shares are not those of batches
-    connect_adascale(setting.trainer, mesh, (before, set() if is_copy else counted), reducers, run.zero)
+    connect_adascale(setting.trainer, mesh, (before, set() if is_copy else counted), reducers, run.active)
 
 
 def _broadcast_buffers(run: Run) -> ReplicaBufferBroadcast | None:

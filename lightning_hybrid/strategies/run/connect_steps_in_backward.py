@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
+from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import overrides
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients, steps_independently
 
 if TYPE_CHECKING:
-    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-    from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
+    from lightning_hybrid.optimizers.in_backward import StepsInBackward
+    from lightning_hybrid.optimizers.offloaded import OffloadedStates
 
 # Hooks that run when some parameters are stepped already, and gradients are freed, and may read or change both.
 _HOOKS = (
@@ -55,9 +55,9 @@ def connect_steps_in_backward(
     setting = run.setting
     if not setting.options.optimizer_in_backward:
         return None
+    from lightning_hybrid.optimizers.in_backward import InPlaceSubsetStep, StepsInBackward
+    from lightning_hybrid.optimizers.layer_step import LayerwiseStep
     from lightning_hybrid.strategies.techniques.offload_optimizer_states import parameters_by_layer
-    from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-    from lightning_hybrid.zero.optimizer_states.step_in_backward import InPlaceSubsetStep, StepsInBackward
 
     check_setting(setting)
     if any(reducer.observer is not None for reducer in reducers.values()) or has_adascale(setting.trainer):
@@ -68,7 +68,7 @@ def connect_steps_in_backward(
         name = type(optimizer).__name__
         raise _refusal(f"{name} steps full parameters, whose shards go to their owners", "use an elementwise optimizer")
     is_partitioned = run.plan is not None and run.plan.is_partitioned
-    is_local = run.zero is None and run.mesh.size("data") == 1 and not is_partitioned
+    is_local = not run.active.reduces_gradients and run.mesh.size("data") == 1 and not is_partitioned
     steps = StepsInBackward(
         optimizer,
         next((each for each in offloaded if isinstance(each, LayerwiseStep)), None) or InPlaceSubsetStep(optimizer),
@@ -80,8 +80,7 @@ def connect_steps_in_backward(
         # With stages, those of None are summed over stages after they are averaged.
         if isinstance(reducer, GradientReducer) and (stage is not None or not is_partitioned):
             reducer.on_averages = steps.step
-    if run.zero is not None:
-        run.zero.step_in_backward(steps.step_shards)
+    run.active.step_in_backward(steps.step_shards)
     return steps
 
 

@@ -23,8 +23,9 @@ from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixed_samples
-from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
-from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import LayerReads, zero_shardings
+from lightning_hybrid.strategies.state.fallback import Fallback
+from lightning_hybrid.strategies.techniques.layer_reads import LayerReads
+from lightning_hybrid.strategies.techniques.order import techniques_of
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 
 if TYPE_CHECKING:
@@ -158,8 +159,8 @@ class ModulePartition:
         setting = self._setting
         strict = setting.options.strict_layout
         self.fallback_error = error
-        fallback = Zero3Fallback(setting.module, setting.world.mesh, axes, reason, strict=strict)
-        self._set(zero3_fallback=fallback, mesh=fallback.mesh)
+        fallback = Fallback(setting.module, setting.world.mesh, axes, reason, strict=strict)
+        self._set(fallback=fallback, mesh=fallback.mesh)
         if not self.may_retry:
             fallback.announce(error)
         self._plan_on_mesh()
@@ -225,7 +226,7 @@ class ModulePartition:
                 find=self._find_tensor_plan,
             )
             runner.unit_observers.append(self.tensor_planner.watching)
-        if options.zero_stage and self.run.is_pipelined:
+        if self.run.is_pipelined and techniques_of(self.run):
             runner.unit_observers.append(self.layer_reads.watching)
         # Tensor ranks may hold shards instead.
         may_be_stacked = mesh.size("tp") > 1 and any(parameter.dim() > 2 for parameter in module.parameters())
@@ -259,14 +260,13 @@ class ModulePartition:
             shardings += shards.shardings
         if experts is not None:
             shardings += experts.plan(shardings, shards)
-        over_replicas: list[AxisSharding] = []
-        if self.run.zero_stage and setting.is_fitting:
-            over_replicas = zero_shardings(setting.module, self.run.mesh, shardings)
-            shardings += over_replicas
+        techniques = techniques_of(self.run)
+        for technique in techniques:
+            shardings += technique.place(self.run, shardings)
         self._set(
             shards=shards,
             experts=None if experts is None else experts.shared,
-            zero_shardings=tuple(over_replicas),
+            techniques=techniques,
             parts=LocalShards(setting.module, shardings) if shardings else None,
         )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
+
+from lightning_hybrid.techniques.technique import Active, Technique
 
 if TYPE_CHECKING:
     from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.memory.recompute_layers import Recomputation
     from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations
     from lightning_hybrid.mesh import Mesh
+    from lightning_hybrid.optimizers.in_backward import StepsInBackward
+    from lightning_hybrid.optimizers.offloaded import OffloadedStates
     from lightning_hybrid.parts.gather_on_read import ReadGuards
     from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
     from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
@@ -27,14 +31,11 @@ if TYPE_CHECKING:
     from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
     from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
     from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-    from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
+    from lightning_hybrid.strategies.state.fallback import Fallback
     from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
     from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
-    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
-    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-    from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,15 +45,15 @@ class Run:
     Attributes:
         setting: Of the run.
         mesh: The ranks that parameters are sharded over; wider than the world's where pipeline ranks hold shards.
-        zero3_fallback: Why ranks hold shards in place of stages, if they do.
+        fallback: Why ranks hold shards in place of stages, if they do.
         plan: The stages and their parameters; None without a runner.
         runner: Runs steps in microbatches; None where the user's steps run unchanged.
         metrics: Synchronizes torchmetrics of the module; None without a runner.
         shards: How tensor and context ranks shard each layer, if they do.
         parts: The local shards of parameters; None where this rank holds full ones of its stages.
         experts: The experts sharded over ranks, if they are.
-        zero_shardings: How parameters are sharded over replicas.
-        zero: Gathers the parameters that are sharded over replicas, under ZeRO.
+        techniques: What it uses besides, in the order in which they nest.
+        active: What these do while steps run.
         recomputation: Activation checkpointing, if there is any.
         activations: Stores the tensors that layers save for the backward, if they are offloaded or compressed.
         compiled: Layers that run compiled, if any do.
@@ -64,15 +65,15 @@ class Run:
 
     setting: Setting
     mesh: Mesh
-    zero3_fallback: Zero3Fallback | None = None
+    fallback: Fallback | None = None
     plan: StagePlan | None = None
     runner: MicrobatchRunner | None = None
     metrics: MetricSync | None = None
     shards: ShardedModel | None = None
     parts: LocalShards | None = None
     experts: ShardedExperts | None = None
-    zero_shardings: tuple[AxisSharding, ...] = ()
-    zero: ZeroSharding | None = None
+    techniques: tuple[Technique, ...] = ()
+    active: Active = dataclasses.field(default_factory=Active)
     recomputation: Recomputation | None = None
     activations: LayerActivations | None = None
     compiled: CompiledUnits | None = None
@@ -84,7 +85,7 @@ class Run:
     @property
     def is_pipelined(self) -> bool:
         """Whether steps run in several stages."""
-        return self.setting.layout.pipeline_parallel_size > 1 and self.zero3_fallback is None
+        return self.setting.layout.pipeline_parallel_size > 1 and self.fallback is None
 
     @property
     def plain_runner(self) -> PlainRunner | None:
@@ -110,9 +111,9 @@ class Run:
         return None if self.plain_runner is None else self.plain_runner.guards
 
     @property
-    def zero_stage(self) -> int:
-        """Stage of ZeRO: that of the options, or 3 where shards replace stages."""
-        return 3 if self.zero3_fallback is not None else self.setting.options.zero_stage
+    def gathered_shardings(self) -> list[AxisSharding]:
+        """The shardings of parameters that are gathered for a step."""
+        return [sharding for technique in self.techniques for sharding in technique.shardings]
 
     def context(self, name: str) -> Any:
         """Return the factory of the context around one run of the step ``name``."""
@@ -124,8 +125,8 @@ class Run:
         return self.setting.contexts.of(name, delays_loggers=self.runner is not None, around_layers=around)
 
     def gathered(self, num_microbatches: int = 1) -> AbstractContextManager[Any]:
-        """Gather parameters by ZeRO inside, for a step with that many backwards per stage."""
-        return nullcontext() if self.zero is None else self.zero.step(num_microbatches=num_microbatches)
+        """Gather parameters inside, for a step with that many backwards per stage."""
+        return self.active.step(num_microbatches)
 
     # -- facts for a comparison with one process ---------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ class Run:
     @property
     def batch_shares(self) -> int:
         """Ranks that hold shards where they cannot hold stages, and run steps on shares of a replica's batch."""
-        return 1 if self.zero3_fallback is None else self.mesh.size("shares")
+        return 1 if self.fallback is None else self.mesh.size("shares")
 
     @property
     def shares_batches(self) -> bool:
@@ -156,7 +157,7 @@ class Run:
         self.until_end.close()
         return dataclasses.replace(
             self,
-            zero=None,
+            active=Active(),
             metrics=None,
             compiled=None,
             recomputation=None,

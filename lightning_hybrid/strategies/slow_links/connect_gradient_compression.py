@@ -22,15 +22,14 @@ from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints impo
     save_states,
 )
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-from lightning_hybrid.zero.compressed_gradient_messages import CompressedGradientMessages
 
 
 def connect_gradient_compression(callback: GradientCompression, run: Run, reducers: Reducers) -> None:
-    """Let the reducers of a run, or ZeRO, average gradients in compressed form, and keep the state in checkpoints."""
+    """Average gradients over replicas in compressed form, and keep the state of that in checkpoints."""
     setting, trainer = run.setting, run.setting.trainer
     method = callback.make_method()
     group, over_shards = run.mesh.group("data"), False
-    if run.zero is not None:
+    if run.gathered_shardings:
         over_shards = run.mesh.size("dp_replicate") == 1
         group = run.mesh.group("dp_shard" if over_shards else "dp_replicate")
     precision = setting.precision
@@ -48,13 +47,11 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
         full_shapes={name: full_shape(p) for name, p in setting.module.named_parameters()},
         step=None if getattr(precision, "scaler", None) is None else lambda: trainer.global_step,
     )
-    if run.zero is None:
-        for reducer in reducers.values():
-            assert isinstance(reducer, GradientReducer)  # there are no experts
-            reducer.compression = average
-    else:
-        for each in run.zero.groups:
-            each.messages = CompressedGradientMessages.of(each.messages, average)
+    for reducer in reducers.values():
+        assert isinstance(reducer, GradientReducer)  # there are no experts
+        reducer.compression = average
+    for each in run.active.groups:
+        each.compress(average)
     state = CompressionState(run, average, over_shards=over_shards)
     state.load(callback.loaded)
     callback.loaded = {}
@@ -78,8 +75,7 @@ def _average_of(run: Run, reducers: Reducers) -> CompressedAverage | None:
     for reducer in reducers.values():
         if isinstance(reducer, GradientReducer) and reducer.compression is not None:
             return reducer.compression
-    messages = [] if run.zero is None else [group.messages for group in run.zero.groups]
-    return next((each.average for each in messages if isinstance(each, CompressedGradientMessages)), None)
+    return next((group.messages.average for group in run.active.groups if group.messages.average is not None), None)
 
 
 def _copies_beside_other_parameters(run: Run) -> set[str]:
@@ -181,5 +177,4 @@ class CompressionState:
 
     def _rows(self) -> dict[str, int]:
         """Numbers of elements of the largest shard of each parameter."""
-        assert self._run.zero is not None
-        return {name: size for group in self._run.zero.groups for name, size in group.messages.row_sizes.items()}
+        return {name: size for group in self._run.active.groups for name, size in group.messages.row_sizes.items()}

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.precision.message_dtypes import message_dtypes
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
+from lightning_hybrid.optimizers.trial import (
     INDEPENDENT,
     can_step_shards,
     combines_parameters,
 )
+from lightning_hybrid.precision.message_dtypes import message_dtypes
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
@@ -64,16 +64,16 @@ def check_gradient_compression(callback: GradientCompression, run: Run) -> None:
         LayoutError: The layout, or an option, does not go with it.
     """
     setting = run.setting
-    name = f"GradientCompression({callback.method!r})"
+    name, sharded = f"GradientCompression({callback.method!r})", _sharded_by(run)
     _refuse_experts_and_gradient_noise(name, run)
     if (dtype := message_dtypes(setting.precision)["reduce_dtype"]) is not None:
         raise LayoutError(
             f"{name} decides in which form gradients are sent, and so does reduce_dtype={dtype}; leave out one of them",
             entry="slow-links",
         )
-    if setting.is_manual and run.zero is not None:
+    if setting.is_manual and sharded:
         raise LayoutError(
-            f"{name} with zero_stage={run.zero_stage} and manual optimization: replicas have full gradients inside"
+            f"{name} with {sharded} and manual optimization: replicas have full gradients inside"
             " the step and shards after it; set zero_stage=0, or automatic_optimization=True in the module",
             entry="slow-links",
         )
@@ -92,18 +92,18 @@ def check_local_sgd(callback: LocalSGD, run: Run) -> None:
         LayoutError: The layout, or an option, does not go with it.
     """
     setting = run.setting
-    layout, name = setting.layout, f"LocalSGD(every={callback.every})"
+    layout, name, sharded = setting.layout, f"LocalSGD(every={callback.every})", _sharded_by(run)
     _refuse_experts_and_gradient_noise(name, run)
-    if run.zero is not None and layout.data_parallel_size > 1 and run.mesh.size("dp_replicate") == 1:
+    if sharded and layout.data_parallel_size > 1 and run.mesh.size("dp_replicate") == 1:
         size = layout.data_parallel_size
         raise LayoutError(
-            f"{name} lets copies of the model step by themselves, and zero_stage={run.zero_stage} shards one copy over"
+            f"{name} lets copies of the model step by themselves, and {sharded} shards one copy over"
             f" all data_parallel_size={size} replicas; set shard_size={max(1, size // 2)}, or zero_stage=0",
             entry="slow-links",
         )
-    if setting.is_manual and run.zero is not None:
+    if setting.is_manual and sharded:
         raise LayoutError(
-            f"{name} with zero_stage={run.zero_stage} and manual optimization: gradients are averaged over shards and"
+            f"{name} with {sharded} and manual optimization: gradients are averaged over shards and"
             " copies at once; set zero_stage=0, or automatic_optimization=True in the module",
             entry="slow-links",
         )
@@ -154,6 +154,11 @@ def check_outer_optimizer(outer: Optimizer | None, run: Run) -> None:
         f" Adam{declare if combines else ''}",
         entry="slow-links",
     )
+
+
+def _sharded_by(run: Run) -> str:
+    """Return the option by which replicas hold shards; "" if they do not."""
+    return next((technique.option for technique in run.techniques if technique.shardings), "")
 
 
 def _refuse_experts_and_gradient_noise(name: str, run: Run) -> None:

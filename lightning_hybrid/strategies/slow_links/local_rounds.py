@@ -129,7 +129,7 @@ class LocalRounds(RunCallback):
         is_local = self._was_local = self.is_local
         for reducer in self._optimization.reducers.values():
             reducer.is_local = is_local
-        for group in () if self._run.zero is None else self._run.zero.groups:
+        for group in self._run.active.groups:
             group.messages.is_local = is_local
         if self._optimization.buffers is not None:
             self._optimization.buffers.is_local = is_local

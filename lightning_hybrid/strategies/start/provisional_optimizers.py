@@ -17,11 +17,11 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hybrid.optimizers.replacement import replace_step
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 
 
 class _OptimizersRead(BaseException):

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.free_memory import host_memory
+from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 
 _SHARE = 0.2  # of the host's memory
 

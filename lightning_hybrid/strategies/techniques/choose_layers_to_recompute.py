@@ -22,7 +22,7 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+from lightning_hybrid.zero.sharding import ZeroSharding
 
 
 def budgeted_layers(

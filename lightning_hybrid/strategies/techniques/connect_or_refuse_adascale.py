@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-
-if TYPE_CHECKING:
-    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+from lightning_hybrid.techniques.technique import Active
 
 
 def connect_adascale(
@@ -19,7 +17,7 @@ def connect_adascale(
     mesh: Mesh,
     counted: tuple[set[int], set[int]],
     reducers: Reducers,
-    zero: ZeroSharding | None,
+    active: Active,
 ) -> None:
     """Let AdaScale or GoodputMonitor observe gradients before and after their average.
 
@@ -30,12 +28,11 @@ def connect_adascale(
         names = " and ".join(type(observer).__name__ for observer in observers)
         raise ValueError(f"{names} would both observe the gradients before their average; leave one of them out")
     for observer in observers:
-        observer.connect_mesh(mesh, lambda: counted, each_batch=zero is not None)
+        observer.connect_mesh(mesh, lambda: counted, each_batch=active.reduces_gradients)
         for reducer in reducers.values():
             reducer.observer = observer
-        if zero is not None:
-            for group in zero.groups:
-                group.observer = observer
+        for group in active.groups:
+            group.observer = observer
 
 
 def has_adascale(trainer: Any) -> bool:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.optimizers.full_step import AllParametersStep
+from lightning_hybrid.optimizers.layer_step import LayerwiseStep
+from lightning_hybrid.optimizers.offloaded import OffloadedStates
+from lightning_hybrid.optimizers.trial import why_not_layerwise
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
-from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import why_not_layerwise
+from lightning_hybrid.zero.storage import StorageDevices
 
 
 def parameters_by_layer(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
@@ -43,18 +43,17 @@ def offload_states(
     device: torch.device,
     watched: Sequence[Optimizer],
     until: contextlib.ExitStack,
-    zero: ZeroSharding | None,
+    regions: Mapping[int, Any],
     *,
     in_float32: bool = False,
 ) -> list[OffloadedStates]:
     """Step layer by layer, if states are offloaded to the host or a file.
 
-    ``watched`` are optimizers that may combine all parameters in their step; ``zero`` may have parameters in files too;
-    ``in_float32`` tells that bfloat16 parameters are stepped in float32, so that their states have another dtype than
-    they.
+    ``watched`` are optimizers that may combine all parameters in their step; ``regions`` are the parts of files in
+    which parameters are; ``in_float32`` tells that bfloat16 parameters are stepped in float32, so that their states
+    have another dtype than they.
     """
     devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
-    regions = {} if zero is None else zero.regions
     if where is None and not regions and devices.between_steps == devices.states:
         return []
     folder = None if where is None or where == "cpu" else where.removeprefix("disk:")

@@ -19,9 +19,9 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_hybrid.memory.budget.live_bytes import LiveBytes
+from lightning_hybrid.optimizers.replacement import replace_step
+from lightning_hybrid.optimizers.state_file import HOST
 from lightning_hybrid.parts.gather_on_read import can_guard
-from lightning_hybrid.zero.devices_storing_local_shards import HOST
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 
 _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optimizers.replacement import replace_step
+from lightning_hybrid.optimizers.trial import combines_parameters
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import combines_parameters
 
 
 def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], bool]) -> Callable[[], None]:

@@ -15,10 +15,10 @@ from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreem
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import ShardedParameterReads
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
+from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, combines_parameters
 
 # Replicas over which parameters are sharded may have different numbers of these.
 _PER_EVALUATED_BATCH = tuple(

@@ -38,7 +38,7 @@ from lightning_hybrid.step.standins.absent_tensors import (
     is_absent,
 )
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+from lightning_hybrid.techniques.technique import Active
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100
 _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, numpy.generic)
@@ -66,11 +66,9 @@ class ReadRecorder(TorchFunctionMode):
 class LoaderReads(TorchFunctionMode):
     """Provides full parameters while a batch is fetched; operations that read none of them run unchanged."""
 
-    def __init__(
-        self, module: nn.Module, unpartitioned: UnpartitionedSteps, zero: Callable[[], ZeroSharding | None]
-    ) -> None:
+    def __init__(self, module: nn.Module, unpartitioned: UnpartitionedSteps, active: Callable[[], Active]) -> None:
         super().__init__()
-        self._unpartitioned, self._zero, self._synchronizes = unpartitioned, zero, False
+        self._unpartitioned, self._active, self._synchronizes = unpartitioned, active, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._gathered: GatheredParameters | None = None
 
@@ -90,8 +88,8 @@ class LoaderReads(TorchFunctionMode):
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
             gathered.end(failed=failed)
-        if self._synchronizes and not failed and (zero := self._zero()) is not None:
-            zero.free_rank_local_reads()
+        if self._synchronizes and not failed:
+            self._active().free_rank_local_reads()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, on gathered parameters where it reads some."""
@@ -139,9 +137,8 @@ class LoaderReads(TorchFunctionMode):
                     f" other ranks cannot send their shards; set num_workers=0, or {_INSTEAD}",
                     entry="loader-worker",
                 )
-            zero = self._zero() if is_shard else None
-            if zero is not None and self._synchronizes:
-                zero.gather_for_this_rank(leaf)
+            if is_shard and self._synchronizes:
+                self._active().gather_for_this_rank(leaf)
             elif is_shard:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but it is sharded over"
@@ -157,7 +154,7 @@ def wrap_loaders(
     unpartitioned: UnpartitionedSteps,
     *,
     is_sharded: Callable[[], bool],
-    zero: Callable[[], ZeroSharding | None],
+    active: Callable[[], Active],
     synchronizes: Callable[[bool], bool],
 ) -> Callable[[], None]:
     """Let loaders of this trainer read full parameters, and refuse batches with absent tensors; return the undo.
@@ -167,12 +164,12 @@ def wrap_loaders(
         module: The user's.
         unpartitioned: Gathers parameters of other stages.
         is_sharded: Whether the module is sharded now.
-        zero: Returns what gathers shards over replicas; None where there are none.
+        active: Returns what gathers shards over replicas.
         synchronizes: Whether fetches of a loader wait for other replicas, from whether it refers to the module here;
             collective over the world.
     """
     undo = contextlib.ExitStack()
-    reads = LoaderReads(module, unpartitioned, zero)
+    reads = LoaderReads(module, unpartitioned, active)
     meeting = weakref.WeakSet[_DataFetcher]()
 
     def served(name: str) -> None:
@@ -181,7 +178,7 @@ def wrap_loaders(
                 return original(fetcher)
             if name == "__iter__":
                 meeting.discard(fetcher)
-                if zero() is not None and synchronizes(refers_to(module, fetcher._combined_loader)):
+                if active().groups and synchronizes(refers_to(module, fetcher._combined_loader)):
                     meeting.add(fetcher)
             with reads.fetching(synchronizes=fetcher in meeting):
                 result = original(fetcher)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from lightning_hybrid.optimizers.replacement import STEP_HOOKS, replace_step
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS, replace_step
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads

@@ -188,7 +188,7 @@ def run(module_class, options):
     return (
         [value.detach().clone() for value in module.state_dict().values()],
         logged,
-        options is not None and trainer.strategy.run.zero3_fallback is not None,
+        options is not None and trainer.strategy.run.fallback is not None,
     )
 
 

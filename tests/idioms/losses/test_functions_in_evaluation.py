@@ -93,7 +93,7 @@ def evaluated(kind, world_size=1, pp=1, options=None):
     torch.manual_seed(1)
     module, unsplit = kind(), Unsplit()
     x, y = torch.randn(SAMPLES, FEATURES, dtype=torch.float64), torch.randn(SAMPLES, 1, dtype=torch.float64)
-    loader = DataLoader(TensorDataset(x, y), BATCH)
+    loader = DataLoader(TensorDataset(x, y), batch_size=BATCH)
     trainer = trainer_of(world_size, pp, strategy_options=options or {}, precision="64-true", callbacks=[unsplit])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

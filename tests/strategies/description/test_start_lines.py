@@ -29,7 +29,7 @@ from lightning_hybrid.strategies.description.describe_batch_and_environment impo
     describe_offload_on_cpu,
 )
 from lightning_hybrid.strategies.description.run_start_table import _file_and_line
-from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
+from lightning_hybrid.strategies.techniques.zero import Zero
 from models.tiny import Tiny, loader
 
 
@@ -187,9 +187,20 @@ def test_memory_between_steps_within_a_step_and_offloaded(memory, line):
     ("stage", "per_layer", "names_option"), [(3, False, True), (3, True, False), (2, False, False)]
 )
 def test_zero_line_names_the_option_that_needs_less_memory(stage, per_layer, names_option):
-    line = describe_zero(stage, 2, per_layer=per_layer, by_free_memory=True)
-    assert line.endswith(" (memory is ample; reshard_after_forward=True holds two layers at a time)") == names_option
-    assert "ample" not in describe_zero(stage, 2, per_layer=per_layer)
+    def line(reshard):
+        technique = Zero(stage, [None])
+        technique._per_layer = per_layer
+        setting = SimpleNamespace(
+            options=SimpleNamespace(reshard_after_forward=reshard), trainer=SimpleNamespace(callbacks=[])
+        )
+        [text] = technique.lines(SimpleNamespace(setting=setting, mesh=SimpleNamespace(size=lambda axis: 2)))
+        return text
+
+    assert (
+        line("auto").endswith(" (memory is ample; reshard_after_forward=True holds two layers at a time)")
+        == names_option
+    )
+    assert "ample" not in line(per_layer)
 
 
 @pytest.mark.parametrize(

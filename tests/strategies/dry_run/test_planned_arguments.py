@@ -79,7 +79,7 @@ def test_printed_trainer_has_the_layout_of_the_plan(name):
     )
     run = strategy.run_as_planned
     made, options = run.setting.layout, run.setting.options
-    assert run.zero3_fallback is None and made.world_size == ranks == layout.ranks
+    assert run.fallback is None and made.world_size == ranks == layout.ranks
     assert made.pipeline_parallel_size == layout.pipeline
     assert (made.data_replicate_size, made.data_shard_size) == (layout.replicate, layout.shard)
     assert made.tensor_parallel_size == layout.tensor

@@ -10,7 +10,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.step.standins.absent_arrays_and_lists import content_message
 from lightning_hybrid.step.standins.absent_numbers import branch_message
 from lightning_hybrid.strategies.run.precision_loggers_and_world_around_steps import _advise
-from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
+from lightning_hybrid.strategies.state.fallback import Fallback
 
 REASONS = {
     branch_message("net.py:3"): ", use torch.where",
@@ -32,7 +32,7 @@ class Mesh:
 
 
 def fallback_of(reason, *, strict):
-    return Zero3Fallback(SimpleNamespace(automatic_optimization=True), Mesh(), ["pp"], reason, strict=strict)
+    return Fallback(SimpleNamespace(automatic_optimization=True), Mesh(), ["pp"], reason, strict=strict)
 
 
 @pytest.mark.parametrize(("reason", "end"), REASONS.items())
@@ -56,4 +56,4 @@ def test_sizes_are_advised_where_there_are_no_stages(reason):
 def test_module_of_the_step_is_named():
     module = nn.Linear(1, 1)
     with pytest.raises(LayoutError, match=r"Linear\.training_step cannot be run under pipeline_parallel_size=2: why;"):
-        Zero3Fallback(module, Mesh(), ["pp"], "why", strict=True).announce()
+        Fallback(module, Mesh(), ["pp"], "why", strict=True).announce()

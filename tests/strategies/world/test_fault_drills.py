@@ -68,7 +68,7 @@ SCRIPT = """
             die("optimizer")
 
     from lightning_hybrid.pipeline.runtime.transport import HostTransport
-    from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+    from lightning_hybrid.zero.group import ParameterGroup
     faulty(HostTransport, "send", "communication")
     faulty(ParameterGroup, "launch_reduce", "communication")
     {save_fault}

@@ -1,0 +1,175 @@
+"""A memory-mapped file of optimizer states, or of parameters between steps, with a few layers in memory at a time.
+
+    step of layer 0   | layer 1 is read ahead
+    step of layer 1   | layer 2 is read ahead, layer 0 is evicted (the system writes it back)
+    ...
+
+The file is unlinked: it takes space in its folder while the process lives, and no other process can change it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.errors import OffloadError
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_POPULATE_WRITE = 23  # Linux 5.14: one call faults all pages in, which is faster than one by one
+
+_FILES: weakref.WeakSet[StateFile] = weakref.WeakSet()
+
+
+HOST = torch.device("cpu")
+
+
+class StateFile:
+    """One file of several regions, each with a mapping of its own.
+
+    Attributes:
+        folder: The folder whose disk it uses.
+        nbytes: Its length.
+        maps: The mapping of each region.
+    """
+
+    def __init__(self, folder: str, sizes: Iterable[int], *, content: str = "the optimizer's states") -> None:
+        """Reserve the space.
+
+        Args:
+            folder: Created if it does not exist.
+            sizes: Bytes of each region.
+            content: Its content in words, for messages.
+
+        Raises:
+            OffloadError: The folder cannot be written, or has no room.
+        """
+        self.folder, self._content = folder, content
+        self.nbytes = 0
+        self.maps: list[mmap.mmap] = []
+        _FILES.add(self)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed in `close`)
+        except OSError as error:
+            raise OffloadError(
+                f"offload to {folder!r}: it cannot be written ({error}); name another folder", entry="offload-write"
+            ) from error
+        try:
+            self.extend(sizes)
+        except OffloadError:
+            self._file.close()
+            raise
+
+    def extend(self, sizes: Iterable[int]) -> None:
+        """Reserve space for further regions of these numbers of bytes.
+
+        Raises:
+            OffloadError: There is no room; the file is as before.
+        """
+        lengths = [max(_PAGE, -(-size // _PAGE) * _PAGE) for size in sizes]
+        start, end = self.nbytes, self.nbytes + sum(lengths)
+        try:
+            os.posix_fallocate(self._file.fileno(), start, max(end - start, 1))
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), start)
+            free = shutil.disk_usage(self.folder).free
+            raise OffloadError(
+                f"offload to {self.folder!r}: {self._content} of this rank take {end / 2**20:,.1f} MiB, and"
+                f" {free / 2**20:,.1f} MiB are free there ({error}); name another folder, or use more replicas with"
+                " zero_stage=1 or higher",
+                entry="offload-write",
+            ) from error
+        self.nbytes = end
+        for length in lengths:
+            self.maps.append(mmap.mmap(self._file.fileno(), length, offset=start))
+            start += length
+
+    def check(self) -> None:
+        """Check that the file has not been truncated: reading past its end would kill the process.
+
+        Raises:
+            OffloadError: It has been.
+        """
+        if not self.is_complete:
+            raise OffloadError(
+                f"the file with {self._content} in {self.folder!r} has {self._length} bytes where {self.nbytes} were"
+                " reserved: it has been truncated; continue from the latest checkpoint",
+                entry="offload-truncated",
+            )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the file still has its full length."""
+        return self._length >= self.nbytes
+
+    @property
+    def _length(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def regions(self) -> list[Region]:
+        """All regions, in order."""
+        return [Region(self, number) for number in range(len(self.maps))]
+
+    def close(self) -> None:
+        """Close the file; tensors in it stay readable as long as they live."""
+        self.maps = []
+        self._file.close()
+
+
+def is_in_state_file(address: int) -> bool:
+    """Whether the memory at an address of this process is that of a state file."""
+    maps = (torch.frombuffer(mapped, dtype=torch.uint8) for file in _FILES for mapped in file.maps)
+    return any(0 <= address - mapped.data_ptr() < mapped.nbytes for mapped in maps)
+
+
+class Region(NamedTuple):
+    """One region of a file."""
+
+    file: StateFile
+    number: int
+
+    def tensor(self, offset: int, like: Tensor) -> Tensor:
+        """A tensor of the shape and dtype of another one, whose memory is the mapped file.
+
+        Args:
+            offset: Bytes from the start of the region; a multiple of 16.
+            like: The other tensor.
+        """
+        mapped = self.file.maps[self.number]
+        content = torch.frombuffer(mapped, dtype=like.dtype, count=like.numel(), offset=offset)
+        return content.view(like.shape)
+
+    def read_ahead(self) -> None:
+        """Begin to read it (``MADV_WILLNEED``)."""
+        self.file.maps[self.number].madvise(mmap.MADV_WILLNEED)
+
+    def load(self) -> None:
+        """Read it into memory."""
+        try:
+            self.file.maps[self.number].madvise(_POPULATE_WRITE)
+        except OSError:  # an older system faults the pages in as they are touched
+            self.read_ahead()
+
+    def evict(self) -> None:
+        """Evict it from this process's memory; its content stays in the file."""
+        self.file.maps[self.number].madvise(mmap.MADV_DONTNEED)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 16 bytes: where a further tensor may begin."""
+    return -(-nbytes // 16) * 16
+
+
+def state_tensors(entry: Any) -> dict[str, Tensor]:
+    """The tensors of one parameter's optimizer state that go to a file: of any shape with more than one element."""
+    if not isinstance(entry, dict):
+        return {}
+    return {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.numel() > 1}

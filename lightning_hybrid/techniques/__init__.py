@@ -1,0 +1,1 @@
+"""The interface of techniques: what the strategy knows of each way of training."""

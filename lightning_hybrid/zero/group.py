@@ -1,0 +1,471 @@
+"""A group of parameters of one layer that are sharded over ranks, gathered, freed and reduced together.
+
+    between steps   each rank has the local shard of each parameter, of its gradient and of its optimizer state
+    gather          all-gather of the shards; the parameters are full
+    forward, backward
+    reduce          each rank gets its shard of the gradients, averaged over all replicas (a reduce-scatter)
+    reshard         full tensors are freed (ZeRO-3), or kept for the next gather to write into (ZeRO-1 and 2)
+
+It is always the user's own ``Parameter`` object; only its data changes. One message carries all parameters of one
+dtype, rank by rank, each rank's shard padded to the size of the largest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
+from lightning_hybrid.optimizers.state_file import Region
+from lightning_hybrid.parts.gather_on_read import GatherCallbacks, below_read_guards, guard, unguard
+from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.zero.messages import GradientMessages, GradientObserver
+from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
+from lightning_hybrid.zero.storage import StorageDevices, StoredShards
+
+# torch 2.13 gave the collectives on single tensors new names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ParameterGroup:
+    """Sharded parameters that are gathered, freed and reduced together.
+
+    Attributes:
+        fqn: Of the layer, for messages.
+        parameters: By FQN.
+        keeps_full: Whether the memory of full parameters is kept between steps.
+        is_full: Whether the parameters hold full tensors.
+        trained: FQNs of those that take gradients in this step.
+        on_read: Gathers them for code outside the layer; None where no such code reads them.
+        messages: In which their gradients are reduced.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        parameters: Mapping[str, nn.Parameter],
+        placements: Mapping[str, Shard],
+        ranks: ShardRanks,
+        *,
+        keeps_full: bool,
+        devices: StorageDevices | None = None,
+        region: Region | None = None,
+        sparse: Collection[str] = (),
+    ) -> None:
+        """Take over parameters that hold local shards.
+
+        Args:
+            fqn: Of the layer.
+            parameters: By FQN; of one dtype, and holding this rank's shards.
+            placements: Of those that are sharded; the others are full on every rank.
+            ranks: That shard them.
+            keeps_full: As the attribute.
+            devices: Storage devices of shards; the parameters' device if None.
+            region: Of a file, for ``bytes_of_shards`` bytes of shards; None if they are not in a file.
+            sparse: FQNs of those whose gradients are sparse in their first dim.
+        """
+        self.fqn, self.parameters, self._ranks, self.keeps_full = fqn, dict(parameters), ranks, keeps_full
+        self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
+        self._placements = {name: placements[name] for name in parameters if name in placements}
+        self.region = region
+        self._empty = next(iter(parameters.values())).data.new_empty(0)  # on the compute device
+        self._sent_dtype = ranks.gather_dtype or self._empty.dtype
+        shards = {name: parameters[name].data for name in self._placements}
+        self._shards = StoredShards(shards, devices or StorageDevices.of((), self._empty.device), region)
+        for name in self._placements:
+            parameters[name].data = self._shards.shown(name)
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.messages = GradientMessages(shapes, self._placements, ranks, sparse)
+        self._offsets, self._shard_numel = offsets_of(
+            {name: numel_of_largest_shard(shapes[name], placement) for name, placement in self._placements.items()}
+        )
+        self._full: dict[str, Tensor] = {}
+        self._gathering: tuple[dist.Work, Tensor] | None = None
+        self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
+        self._accumulated: dict[str, Tensor] = {}  # full gradients of earlier batches, of which hooks see the sum
+        self._unused: dict[str, Tensor] = {}  # those of parameters that this rank has not gathered
+        self.is_full = False
+        self._is_pinned = False
+        self._state_at_pin: dict[str, tuple[int, int]] = {}
+        self.trained: list[str] = []
+        self.on_read: GatherCallbacks | None = None
+        self._is_read = False
+        self.num_missing = 0  # gradients that the backward has not accumulated yet
+        self.gather_group = ranks.shard
+        self.observer: GradientObserver | None = None
+        self.on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @below_read_guards
+    def launch_gather(self) -> None:
+        """Start the all-gather of the shards, unless it has run or is under way; does not wait."""
+        if self.is_full_or_gathering or self._is_pinned:
+            return
+        self.move_to_storage()
+        self._gathering = self._send()
+
+    @property
+    def has_own_shards(self) -> bool:
+        """Whether shards have other memory than full parameters, which are rounded, or freed between steps."""
+        return not self.keeps_full or self._sent_dtype != self._empty.dtype
+
+    @property
+    def is_full_or_gathering(self) -> bool:
+        """Whether the parameters are full, or being gathered."""
+        return self.is_full or self._gathering is not None or not self._placements
+
+    def _send(self) -> tuple[dist.Work, Tensor]:
+        message = self._empty.new_zeros(self._shard_numel, dtype=self._sent_dtype)
+        for name, offset in self._offsets.items():
+            shard = self._shards[name]
+            message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
+        self._shards.evict_from_memory()
+        received = message.new_empty(self._size * message.numel())
+        return all_gather_single(received, message, group=self.gather_group, async_op=True), received
+
+    @torch.no_grad()
+    @below_read_guards
+    def join_gather(self, unneeded: list[tuple[dist.Work, Tensor]], *, is_needed: bool) -> None:
+        """Send the shards in an all-gather of all ranks.
+
+        ``unneeded`` gets its work, and the flat tensor that receives, if the result is not used here.
+        """
+        if is_needed and not self.is_full_or_gathering:
+            self.move_to_storage()
+            self._gathering = self._send()
+        else:
+            unneeded.append(self._send())
+
+    @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
+    @torch.no_grad()
+    @below_read_guards
+    def gather(self) -> None:
+        """Wait for the all-gather: parameters are full from now on, and have no gradients yet."""
+        if self.is_full:
+            return
+        unguard(self.parameters.values(), "replicas")
+        if self._is_pinned:
+            self._check_unchanged()
+        self.launch_gather()
+        if self._gathering is not None:
+            work, received = self._gathering
+            work.wait()
+            self._gathering = None
+            for name in self._placements:
+                self._unpack(name, received)
+        for name, parameter in self.parameters.items():
+            if name not in self._gradients:
+                self._set_gradient_aside(name, parameter)
+            if name in self._placements:
+                parameter.data = self._full[name]
+        self.is_full = True
+
+    def _unpack(self, name: str, received: Tensor) -> None:
+        placement, shard = self._placements[name], self._shards[name]
+        full = self._full.get(name)
+        if full is None:
+            shape = list(shard.shape)
+            shape[placement.dim] = placement.length
+            full = self._full[name] = self._empty.new_empty(shape)
+        stride, offset = self._shard_numel, self._offsets[name]
+        for rank in range(self._size):
+            if rank == self._rank and self.keeps_full and shard.untyped_storage() is full.untyped_storage():
+                continue  # this rank's shard is a view of it
+            target = self._shard_of(name, full, rank)
+            start = rank * stride + offset
+            target.copy_(received[start : start + target.numel()].view(target.shape))
+        if not self.has_own_shards:
+            self._shards.move(name, self._shard_of(name, full, self._rank))
+
+    @below_read_guards
+    def free(self) -> None:
+        """Free full parameters between a layer's forward and its backward; their shape stays the full one."""
+        if self.is_full and not self.keeps_full and not self._is_read:
+            self._copy_rebound()
+            self._write_back()
+            for name in self._placements:
+                data = self.parameters[name].data
+                content: Any = float("nan") if data.is_floating_point() or data.is_complex() else 0
+                self.parameters[name].data = data.new_full((), content).expand(data.shape)
+            self._full = {}
+            self.is_full = False
+            self.gather_on_read()
+
+    def gather_on_read(self) -> None:
+        """Gather the group when code outside its layer reads a parameter, until the step ends."""
+        if self.on_read is not None and not self.is_full:
+            guard([self.parameters[name] for name in self._placements], "replicas", self.on_read)
+
+    def gather_until_step_end(self) -> None:
+        """Gather the parameters and keep them full until the step ends: code outside the layer reads them."""
+        self._is_read = True
+        self.gather()
+
+    @below_read_guards
+    def reshard(self) -> None:
+        """Reshard: parameters and their gradients are local shards again."""
+        self._is_read = False
+        self.messages.abandon()  # of a step that has failed; there is none otherwise
+        unguard(self.parameters.values(), "replicas")
+        if self._gathering is not None:  # of a layer that was not called
+            self._gathering[0].wait()
+            self._gathering = None
+        if self.is_full:
+            self._copy_rebound()
+        if self.is_full and self.has_own_shards and not self._is_pinned:
+            self._write_back()
+        for name in self._gradients:  # of parameters that were gathered; others show their shards already
+            self.parameters[name].grad = None
+        for name in self._placements:
+            self.parameters[name].data = self._shards.shown(name)
+        for name, gradient in self._gradients.items():
+            if gradient is not None and name in self._placements:
+                gradient = self._shards.shown_gradient(gradient)
+            self.parameters[name].grad = gradient
+        self._gradients, self._accumulated, self._unused = {}, {}, {}
+        if not self.keeps_full and not self._is_pinned:
+            self._full = {}
+        self.is_full = False
+
+    @torch.no_grad()
+    def _copy_rebound(self) -> None:
+        """Copy back tensors that a step has assigned to full parameters: ``p.data = 0.9 * p.data + 0.1 * q.data``."""
+        for name in self._placements:
+            data, full = self.parameters[name].data, self._full[name]
+            if data.data_ptr() != full.data_ptr() and data.shape == full.shape:
+                full.copy_(data)
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Copy what a step may have written to full parameters into the local shards."""
+        for name in self._placements:
+            self._shards.write(name, self._shard_of(name, self._full[name], self._rank), read_as=self._sent_dtype)
+        self._shards.evict_from_memory()
+
+    @below_read_guards
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Gather the gradients of earlier batches into full parameters; collective, unless they are full already."""
+        axis = AxisSharding(self._ranks.shard, self._placements)
+        for name, gradient in self._gradients.items():
+            parameter = self.parameters[name]
+            if gradient is not None and name in self._placements and gradient.shape != parameter.shape:
+                gradient = axis.unshard(gradient, self._placements[name])
+            parameter.grad = gradient
+        self._gradients = {}
+
+    @below_read_guards
+    def shard_gradients(self) -> None:
+        """Keep this rank's shards of the gradients of full parameters."""
+        for name, parameter in self.parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and name in self._placements:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = self._shard_of(name, dense, self._rank).clone()
+            self._gradients[name] = gradient
+
+    @below_read_guards
+    def move_to_storage(self) -> None:
+        """Move shards that were shown on another device back to storage, as a step begins."""
+        if self._is_pinned:
+            return
+        for name in self._shards.move_to_storage():
+            self._set_gradient_aside(name, self.parameters[name])
+            self.parameters[name].data = self._shards[name]
+
+    def _set_gradient_aside(self, name: str, parameter: nn.Parameter) -> None:
+        """Set the gradient of earlier batches aside while a step runs."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and name in self._placements:
+            gradient = self._shards.stored_gradient(gradient)
+        self._gradients[name] = gradient
+
+    def read_ahead(self) -> None:
+        """Begin to read shards that are in a file."""
+        if self.region is not None and not self.is_full and self._gathering is None:
+            self.region.read_ahead()
+
+    @below_read_guards
+    def invalidate_lost(self) -> None:
+        """Fill parameters with NaN if their file was truncated: a read of it would kill the process."""
+        if self.region is not None and not self.region.file.is_complete:
+            for name, parameter in self.parameters.items():
+                if name in self._placements and parameter.data_ptr() == self._shards.address(name):
+                    parameter.data = torch.full_like(parameter.data, float("nan"))
+
+    def pin(self) -> None:
+        """Gather, and reshard without freeing: until `unpin`, gathers need no other rank."""
+        self.gather()
+        self._is_pinned = True
+        self.reshard()
+        self._state_at_pin = self._state_of_shards()
+
+    def unpin(self) -> None:
+        """Free what `pin` has kept."""
+        self._is_pinned = False
+        self.reshard()
+
+    def _state_of_shards(self) -> dict[str, tuple[int, int]]:
+        return {name: (self.parameters[name]._version, self.parameters[name].data_ptr()) for name in self._placements}
+
+    def _check_unchanged(self) -> None:
+        """Check that parameters that are full for an evaluation have not been written."""
+        now = self._state_of_shards()
+        if changed := [name for name, before in self._state_at_pin.items() if now[name] != before]:
+            raise RuntimeError(
+                f"{changed[0]} and {len(changed) - 1} other parameters of {self.fqn or 'the module'} were changed"
+                " between the batches of an evaluation, for which they had been gathered; change them before it begins"
+                " (on_validation_epoch_start is early enough), or set zero_stage=0"
+            )
+
+    def full_parameter(self, name: str) -> Tensor:
+        """The tensor of full shape of a parameter; it must be gathered."""
+        return self._full[name]
+
+    def name_of_storage(self, storage: torch.UntypedStorage) -> str | None:
+        """The parameter whose full tensor is in a storage, or None."""
+        pointer = storage.data_ptr()
+        found = (n for n, full in self._full.items() if full.untyped_storage().data_ptr() == pointer and full.numel())
+        return next(found, None)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @below_read_guards
+    def gather_accumulated(self, name: str) -> None:
+        """Gather the gradient of earlier batches, before a step: a hook of the user gets it too; collective."""
+        parameter = self.parameters[name]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if (placement := self._placements.get(name)) is not None:
+            gradient = AxisSharding(self._ranks.shard, self._placements).unshard(gradient, placement)
+        self._accumulated[name] = gradient.to(self._empty.device)
+
+    @below_read_guards
+    def show_accumulated(self) -> None:
+        """Let the last backward of a step add to what `gather_accumulated` has gathered."""
+        for name, gradient in self._accumulated.items():
+            if self.parameters[name].shape == gradient.shape:
+                self.parameters[name].grad = gradient
+                self._gradients[name] = None
+            else:
+                self._unused[name] = gradient
+        self._accumulated = {}
+
+    @torch.no_grad()
+    @below_read_guards
+    def launch_reduce(self) -> None:
+        """Start to reduce this rank's gradients, and drop them; does not wait."""
+        if not self.trained or self.messages.is_launched:
+            return
+        self.messages.begin(self.trained, self._empty)
+        for name in self.trained:
+            parameter = self.parameters[name]
+            if name not in self._gradients:  # not gathered, so not used: a gradient here is of earlier batches
+                self._set_gradient_aside(name, parameter)
+            gradient, parameter.grad = parameter.grad, None
+            if name in self._unused:
+                gradient, self._gradients[name] = self._unused.pop(name), None
+            if gradient is not None:
+                if self.observer is not None:
+                    self.observer.before_reduce(parameter, gradient)
+                self.messages.write(name, gradient)
+        self.messages.launch()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `receive_reduced` need not wait."""
+        return self.messages.has_arrived
+
+    @torch.no_grad()
+    @below_read_guards
+    def receive_reduced(self) -> None:
+        """Wait for the message of `launch_reduce`, and free it: this rank's shard of it remains, or is added."""
+        self.messages.receive()
+        if self.messages.can_finish_early:
+            self._add_averages()
+
+    @torch.no_grad()
+    @below_read_guards
+    def finish_reduce(self) -> None:
+        """Wait, and add the averages to this rank's shards of the gradients.
+
+        Raises:
+            RuntimeError: A parameter got a further gradient after its reduction had been launched.
+        """
+        for name in self.trained:
+            if self.parameters[name].grad is not None:
+                raise RuntimeError(
+                    f"{name} got another gradient after its average over the replicas had started; set"
+                    " use_reentrant=False where a checkpointed function shares this parameter"
+                )
+        self._add_averages()
+
+    def _add_averages(self) -> None:
+        for name, new in self.messages.finish():
+            if new is None:
+                continue
+            if name in self._placements:
+                new = self._shards.stored_gradient(new)
+            before = self._gradients.get(name)
+            new = self._gradients[name] = new.clone() if before is None else before + new
+            if self.observer is not None:
+                self.observer.after_reduce(self.parameters[name], new)
+        if self.on_averages is not None:
+            self.on_averages(self)
+
+    def compress(self, average: CompressedAverage) -> None:
+        """Average gradients in compressed form from now on; sparse ones are sent as they are."""
+        from lightning_hybrid.zero.compressed import CompressedGradientMessages
+
+        self.messages = CompressedGradientMessages.of(self.messages, average)
+
+    @contextlib.contextmanager
+    def reduced_shards(self) -> Iterator[list[nn.Parameter]]:
+        """Let parameters hold this rank's shards inside, and their averaged gradients, in the middle of a step.
+
+        What is written to the shards is kept; a gradient that is None at the end is freed.
+
+        Yields:
+            The parameters that have a gradient.
+        """
+        names = [name for name, gradient in self._gradients.items() if gradient is not None]
+        parameters = [self.parameters[name] for name in names]
+        full = [parameter.data for parameter in parameters]
+        unguard(parameters, "replicas")
+        self._show_shards(names)
+        try:
+            yield parameters
+        finally:
+            for name, parameter, data in zip(names, parameters, full, strict=True):
+                if parameter.grad is None:
+                    self._gradients[name] = None
+                parameter.grad = None
+                shard, parameter.data = parameter.data, data
+                if name in self._placements and self.is_full and self.has_own_shards:
+                    # What `reshard` writes back to the shard.
+                    self._shard_of(name, self._full[name], self._rank).copy_(shard)
+            self.gather_on_read()
+
+    @below_read_guards
+    def _show_shards(self, names: list[str]) -> None:
+        if self.is_full and self.has_own_shards:  # with what the step has written
+            self._copy_rebound()
+            self._write_back()
+        for name in names:
+            parameter = self.parameters[name]
+            parameter.grad = None
+            if name in self._placements:
+                parameter.data = self._shards.shown(name)
+            parameter.grad = self._gradients[name]
+
+    def _shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
+        placement = self._placements.get(name)
+        return full if placement is None else placement.view(full, rank, self._size)

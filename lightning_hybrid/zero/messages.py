@@ -1,0 +1,189 @@
+"""Messages in which the gradients of one group of parameters are reduced: a reduce-scatter of one row for each rank.
+
+    row of a rank   its shard of each gradient | flags of the rows of sparse gradients | a flag for each gradient
+
+Gradients that are sparse in their first dim (``nn.Embedding(sparse=True)``) are sent as dense ones, with a flag for
+each row that a rank has: to an optimizer a missing row is not a zero one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
+
+# torch 2.13 gave the collectives on single tensors new names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class GradientObserver(Protocol):
+    """Observer of gradients before and after they are reduced over replicas."""
+
+    def before_reduce(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Called with the full gradient of this rank's batch, of the parameter's full shape."""
+
+    def after_reduce(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        """Called with the average, of the local shard's shape, with what earlier batches have accumulated."""
+
+
+class GradientMessages:
+    """The messages of one group of parameters, one after the other.
+
+    Attributes:
+        is_launched: Whether a message has been sent, and `finish` has not read the result.
+        average: Averages in compressed form, if gradients are compressed.
+        is_local: Whether gradients are averaged inside one copy of the model only, and not over copies.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        placements: Mapping[str, Shard],
+        ranks: ShardRanks,
+        sparse: Collection[str],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            shapes: Shapes of the local shards, by FQN.
+            placements: Of parameters that are sharded.
+            ranks: That shard them.
+            sparse: FQNs of those whose gradients are sparse in their first dim.
+        """
+        self._shapes, self._placements, self._ranks = shapes, placements, ranks
+        self._size = ranks.shard.size()
+        self._sizes = {name: numel_of_largest_shard(shape, placements.get(name)) for name, shape in shapes.items()}
+        by_rows = {name: placements[name] for name in sparse if name in placements and placements[name].dim == 0}
+        self._row_placements: dict[str, Shard | None] = {name: by_rows.get(name) for name in sparse if name in shapes}
+        self._names: list[str] = []
+        self._offsets: dict[str, int] = {}
+        self._message: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._total: Tensor | None = None  # this rank's row, summed over the shard's ranks
+        self._device_type, self._dtype = "", torch.float32
+        self.is_launched = self.is_local = False
+        self.average: Any = None
+
+    @property
+    def row_sizes(self) -> Mapping[str, int]:
+        """Numbers of elements of each parameter in a row, those of the largest shard, by FQN."""
+        return self._sizes
+
+    def begin(self, names: Sequence[str], empty: Tensor) -> None:
+        """Begin a message of the gradients of these parameters, of the dtype and device of a tensor of shape (0,)."""
+        self._names = list(names)
+        rows = {}  # in the order of the names, which all ranks share
+        for name in names:
+            if name in self._row_placements:
+                placement = self._row_placements[name]
+                rows[_rows(name)] = self._shapes[name][0] if placement is None else placement.local_length
+        self._offsets, length = offsets_of({name: self._sizes[name] for name in names} | rows)
+        self._device_type, self._dtype = empty.device.type, empty.dtype
+        dtype = self._ranks.reduce_dtype or empty.dtype
+        self._message = empty.new_zeros(self._size, length + len(names), dtype=dtype)
+
+    def write(self, name: str, gradient: Tensor) -> None:
+        """Write a gradient of the full shape, dense or sparse, into the message."""
+        message, offsets = self._message, self._offsets
+        assert message is not None
+        message[:, self._names.index(name) - len(self._names)] = 1.0
+        if name in self._row_placements:
+            has_row = message.new_ones(gradient.shape[0])
+            if gradient.is_sparse:
+                has_row = has_row.zero_().index_fill_(0, gradient.coalesce().indices()[0], 1.0)
+            placement, offset = self._row_placements[name], offsets[_rows(name)]
+            for rank in range(self._size):
+                flags = has_row if placement is None else placement.view(has_row, rank, self._size)
+                message[rank, offset : offset + flags.numel()] = flags
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        for rank in range(self._size):
+            shard = self._placements[name].view(gradient, rank, self._size) if name in self._placements else gradient
+            row = message[rank, offsets[name] : offsets[name] + shard.numel()]
+            divisor = self._size * (1 if self.is_local else self._ranks.replicate.size())
+            # Scaled in the wider of both dtypes, and rounded once.
+            wide = shard.to(torch.promote_types(shard.dtype, row.dtype))
+            torch.mul(wide, 1.0 / divisor, out=row.view(shard.shape))
+
+    def launch(self) -> None:
+        """Start to send the message; does not wait."""
+        message, group = self._message, self._ranks.shard
+        assert message is not None
+        if group.size() == 1:
+            self._work = None
+        elif dist.get_backend(group) == "gloo":  # whose reduce-scatter is an all-reduce of everything
+            self._message = torch.empty_like(message)
+            self._work = dist.all_to_all_single(self._message, message, group=group, async_op=True)
+        else:
+            self._message = message.new_empty(1, message.shape[1])
+            self._work = _reduce_scatter(self._message, message, group=group, async_op=True)
+        self.is_launched = True
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `receive` need not wait."""
+        return self._work is None or self._work.is_completed()
+
+    def receive(self) -> None:
+        """Wait for the message, if one was sent; from now on only this rank's row takes memory."""
+        received, self._message = self._message, None
+        if received is None:
+            return
+        work, self._work = self._work, None  # a work keeps what it sent and received
+        if work is not None:
+            work.wait()
+        del work
+        self._total = received.sum(0) if received.shape[0] > 1 else received[0]
+
+    def abandon(self) -> None:
+        """Drop a message of a step that has failed on some rank; all ranks have sent it, or none."""
+        if self._work is not None:
+            self._work.wait()
+        self._message = self._work = self._total = None
+        self.is_launched = False
+
+    def finish(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Wait for the message, if one was sent, and for the ranks that hold copies of the shard.
+
+        Yields:
+            Each parameter's FQN and the average, of the local shard's shape; None if no rank has a gradient.
+        """
+        if not self.is_launched:
+            return
+        self.receive()
+        total, self._total, self.is_launched = self._total, None, False
+        assert total is not None
+        total = self._sum_over_ranks(total)
+        for name, has_gradient in zip(self._names, total[-len(self._names) :].tolist(), strict=True):
+            yield name, self._read(name, total) if has_gradient else None
+
+    def _sum_over_ranks(self, total: Tensor) -> Tensor:
+        """Sum this rank's row of the message over the ranks that hold copies of the shard."""
+        if self._ranks.replicate.size() > 1 and not self.is_local:
+            dist.all_reduce(total, group=self._ranks.replicate)
+        return total
+
+    @property
+    def can_finish_early(self) -> bool:
+        """Whether a rank may finish a message as soon as it has arrived, whatever others do.
+
+        Ranks with copies of the shard are at other points of their backwards, and on a GPU the flags are not known.
+        """
+        return self._ranks.replicate.size() == 1 and self._device_type == "cpu"
+
+    def _read(self, name: str, total: Tensor) -> Tensor:
+        shape = self._shapes[name]
+        shard = total[self._offsets[name] :][: shape.numel()].view(shape).to(self._dtype)
+        if name not in self._row_placements:
+            return shard
+        has_row = total[self._offsets[_rows(name)] :][: shape[0]] > 0
+        return torch.sparse_coo_tensor(has_row.nonzero().T, shard[has_row], shape, is_coalesced=True)
+
+
+def _rows(name: str) -> str:
+    return f"{name}, rows"

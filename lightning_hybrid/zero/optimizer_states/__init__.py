@@ -1,1 +1,0 @@
-"""Optimizer steps on sharded and offloaded states."""
