@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_hybrid.checkpoint.load_from_checkpoint import accept_folders
-from lightning_hybrid.namespace import PACKAGES, install
+from lightning_hybrid.namespace import PACKAGES
 
 _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d": {},
@@ -27,13 +27,8 @@ _NAMES: dict[str, dict[str, Any]] = {
 }
 
 
-def register() -> None:
-    """Register the strategies with the Lightning of this process, now or as soon as it is imported."""
-    install(_register_with)
-
-
-def _register_with(package: ModuleType) -> None:
-    """Register the strategies, or refuse them where `lightning.pytorch` is in use already."""
+def register(package: ModuleType) -> None:
+    """Register the strategies with one of Lightning's packages, or refuse them where the other one is in use."""
     accept_folders(importlib.import_module(f"{package.__name__}.core.saving"))
     if sys.modules.get(PACKAGES[0], package) is not package:
         _refuse_in(package.Trainer)

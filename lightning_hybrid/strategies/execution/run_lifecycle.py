@@ -86,7 +86,7 @@ class RunLifecycle:
         if (float8 := getattr(precision, "float8", None)) is not None:
             float8.check_layout(world.layout)
         if recompute is not None:
-            from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import check_scripted
+            from lightning_hybrid.strategies.user_code.hooks import check_scripted
 
             check_scripted(module)
         norms = None
@@ -128,7 +128,7 @@ class RunLifecycle:
         """
         setting, world = self.setting, self.setting.world
         if setting.needs_runner:  # before the module is sharded
-            from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
+            from lightning_hybrid.strategies.logs.log_reduction import log_full_graph
 
             world.until_end.callback(log_full_graph(setting.trainer, setting.module, is_empty=empty is not None))
         sizes = world.layout.world_size, world.layout.data_parallel_size
@@ -236,7 +236,7 @@ class RunLifecycle:
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
         """Build the run again between two steps, as `RunOwner.change_layout`."""
         from lightning_hybrid.strategies.execution.layout_agreement import check_layout
-        from lightning_hybrid.strategies.state.carry_states_across_layout_changes import FullGradients, full_states
+        from lightning_hybrid.strategies.state.layout_changes import FullGradients, full_states
 
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers

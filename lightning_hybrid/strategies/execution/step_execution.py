@@ -31,8 +31,7 @@ from lightning_hybrid.strategies.options.strategy_options import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read, output_is_read
-from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
+from lightning_hybrid.strategies.user_code.hooks import current_hook, old_gradients_are_read, output_is_read
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext

@@ -1,4 +1,4 @@
-"""Logged values of a step: reduced over ranks, and sent to loggers after it."""
+"""Logged values of a step, reduced over ranks, and what loggers get: when, and the graph of the full module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchmetrics import Metric
 
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import keep_clean, replaced
+from lightning_hybrid.patching import keep_clean, replace, replaced
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 from lightning_hybrid.step.recording.values_kept_on_modules import RecordedCall
@@ -341,3 +342,28 @@ def flush_logger_calls(module: pl.LightningModule) -> None:
 def drop_logger_calls(module: pl.LightningModule) -> None:
     """Drop recorded calls after the run."""
     vars(module).pop(_CALLS, None)
+
+
+def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> Callable[[], None]:
+    """Let each logger log its graph now, and not when Lightning asks: the module may be sharded then.
+
+    ``is_empty`` says whether the module was built without weights. Returns the undo: a run may fail before it asks.
+    """
+    undo = contextlib.ExitStack()
+    for logger in trainer.loggers:
+        if not is_empty:
+            logger.log_graph(module)
+        elif getattr(logger, "_log_graph", False):
+            rank_zero_warn(
+                f"{type(logger).__name__}(log_graph=True) runs the full module on one rank, and this one was built"
+                " with empty_init=True; no graph is logged: call logger.log_graph(module) after the run"
+            )
+        undo.callback(_skip_once(logger))
+    return undo.close
+
+
+def _skip_once(logger: Any) -> Callable[[], None]:
+    def log_graph(*_: Any, **__: Any) -> None:
+        put_back()
+
+    return (put_back := replace(logger, "log_graph", log_graph, reason="the graph is logged already"))

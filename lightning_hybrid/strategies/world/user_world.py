@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, reduced_as
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.hooks import LIBRARY_PREFIXES
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
 _NOT_USER_HOOKS = frozenset({"optimizer_step", "on_exception"})
