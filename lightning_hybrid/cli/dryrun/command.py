@@ -113,7 +113,7 @@ def _described(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]
 
 
 def _checked(layout: Layout, parsed: argparse.Namespace) -> Layout:
-    """Return the layout with the ranks of the world, which has the chosen ones; before anything slow."""
+    """Return the layout with the ranks of the world, which has the chosen ones; before the module is made."""
     layout = in_world(layout, parsed.num_nodes, parsed.devices)
     _check_ranks(parsed.rank or ["stages"], layout.devices)
     return layout
