@@ -12,11 +12,10 @@ from pathlib import Path
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, Hardware, load_hardware
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
-from lightning_hybrid.planner.report.plan_tables import why
-from lightning_hybrid.planner.report.planned_run import PlannedRun
+from lightning_hybrid.planner.report.planned_run import PlannedRun, why
 from lightning_hybrid.planner.search.layout_options import spelled
-from lightning_hybrid.planner.search.plans_and_rejections import duration, gigabytes
 from lightning_hybrid.planner.search.search_layouts import cluster_of, search_layouts
+from lightning_hybrid.text import sized, timed
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "advice"
 PRECISION = "bf16-mixed"
@@ -121,8 +120,8 @@ def section(case: Case) -> str:
     lines += [f"| layout | step | memory | {unit} | why |", "|---|---|---|---|---|"]
     for plan in run.result.plans[:PLANS]:
         assert plan.time is not None
-        step = f"{duration(plan.time.seconds)} ± {plan.time_error:.0%}"
-        memory = f"{gigabytes(plan.memory.least)} ± {plan.memory_error:.0%}"
+        step = f"{timed(plan.time.seconds)} ± {plan.time_error:.0%}"
+        memory = f"{sized(plan.memory.least)} ± {plan.memory_error:.0%}"
         rate, reason = f"{run.rate(plan)[0]:,.0f}", why(plan, run.result.best)
         lines.append(f"| `{spelled(plan.layout)}` | {step} | {memory} | {rate} | {reason} |")
     lines += ["", "<!-- notest -->", "```python", run.trainer_arguments(run.result.best), "```", ""]

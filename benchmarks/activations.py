@@ -27,9 +27,9 @@ from recompute import Made
 from side_by_side import Turn, Variant, compare, fit, print_table, ratios, verdict
 from small_gpt import SmallGPT, batch_of, loss_of
 
-from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations, Moving
-from lightning_hybrid.memory.saved_activations.offload_to_files import ActivationFile
-from lightning_hybrid.memory.saved_activations.requested_techniques import Compression
+from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
+from lightning_hybrid.memory.saved_activations.places import ActivationFile
+from lightning_hybrid.memory.saved_activations.requests import Compression
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 CPU = torch.device("cpu")

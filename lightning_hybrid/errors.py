@@ -32,13 +32,11 @@ class HybridError(Exception):
 
     docs: str = "errors.md"
 
-    def __init__(self, *args: object, entry: str = "") -> None:
-        """Make an error whose note names its entry.
+    def __init_subclass__(cls) -> None:
+        cls.docs = f"reference/exceptions.md#{cls.__name__.lower()}"
 
-        Args:
-            args: The message.
-            entry: Anchor of the message in docs/errors.md.
-        """
+    def __init__(self, *args: object, entry: str = "") -> None:
+        """Make an error whose note names its entry."""
         super().__init__(*args)
         if entry:
             self.docs = f"errors.md#{entry}"
@@ -51,49 +49,33 @@ class HybridError(Exception):
 class LayoutError(HybridError, ValueError):
     """The sizes of a layout do not fit each other, the number of processes, or (``strict_layout=True``) the module."""
 
-    docs = "reference/exceptions.md#layouterror"
-
 
 class PlanError(HybridError, ValueError):
     """The planner finds no layout of a model that fits a cluster, or there is no such cluster."""
-
-    docs = "reference/exceptions.md#planerror"
 
 
 class RecomputeError(HybridError, ValueError):
     """The layers that ``recompute`` names do not exist, the module has no layers, or a budget is below the floor."""
 
-    docs = "reference/exceptions.md#recomputeerror"
-
 
 class ActivationError(HybridError, ValueError):
     """Saved activations cannot be offloaded or compressed as requested."""
-
-    docs = "reference/exceptions.md#activationerror"
 
 
 class Float8Error(HybridError, ValueError):
     """Linear layers cannot multiply in float8 as requested."""
 
-    docs = "reference/exceptions.md#float8error"
-
 
 class QuantizedStatesError(HybridError, ValueError):
     """An optimizer with quantized states cannot be used with these options."""
-
-    docs = "reference/exceptions.md#quantizedstateserror"
 
 
 class TensorPlanError(HybridError, ValueError):
     """A ``tensor_parallel_plan`` names no module, or requests what cannot be done or is not proved."""
 
-    docs = "reference/exceptions.md#tensorplanerror"
-
 
 class ScheduleError(HybridError, ValueError):
     """A schedule or program cannot run as written; those of the package can."""
-
-    docs = "reference/exceptions.md#scheduleerror"
 
     @classmethod
     def at(
@@ -127,16 +109,12 @@ class ScheduleError(HybridError, ValueError):
 class InitialValueError(HybridError, RuntimeError):
     """A parameter or buffer on the meta device has no initial value when training starts."""
 
-    docs = "reference/exceptions.md#initialvalueerror"
-
 
 # -- the step as it is recorded, cut into stages and replayed ----------------------------------------------------------
 
 
 class StepError(HybridError, ValueError):
     """A step that cannot be recorded, or cannot be run as it was recorded."""
-
-    docs = "reference/exceptions.md#steperror"
 
 
 class UncapturedOutput(StepError):
@@ -145,8 +123,6 @@ class UncapturedOutput(StepError):
     Attributes:
         unit: FQN of the unit; if it is opened, its code is glue and each of its operations is recorded.
     """
-
-    docs = "reference/exceptions.md#uncapturedoutput"
 
     def __init__(self, unit: str, message: str, *, entry: str = "") -> None:
         super().__init__(message, entry=entry)
@@ -160,37 +136,25 @@ class UncapturedOutput(StepError):
 class StepChanged(StepError):
     """A training step runs other operations, or makes values of other shapes, than when it was recorded."""
 
-    docs = "reference/exceptions.md#stepchanged"
-
 
 class ControlFlowError(HybridError, RuntimeError):
     """A step branches on a value that the model computes, where that value is on another rank or not computed yet."""
-
-    docs = "reference/exceptions.md#controlflowerror"
 
 
 class PartitionError(HybridError, ValueError):
     """A recorded step that cannot be cut into the requested number of stages."""
 
-    docs = "reference/exceptions.md#partitionerror"
-
 
 class UnfitError(PartitionError):
     """The number of stages, or a name in ``pipeline_cuts``, does not fit the step."""
-
-    docs = "reference/exceptions.md#unfiterror"
 
 
 class BatchError(HybridError, ValueError):
     """A batch that cannot be split into microbatches as requested, or whose microbatches cannot be weighted."""
 
-    docs = "reference/exceptions.md#batcherror"
-
 
 class FirstStepError(HybridError, RuntimeError):
     """With ``verify_first_step=True``: the first step does not match one process, or one process cannot run it."""
-
-    docs = "reference/exceptions.md#firststeperror"
 
 
 # -- sharded layers and experts ----------------------------------------------------------------------------------------
@@ -199,19 +163,13 @@ class FirstStepError(HybridError, RuntimeError):
 class CannotShard(HybridError, RuntimeError):
     """Code of a sharded layer does something whose sharded result cannot be derived from the proof of its plan."""
 
-    docs = "reference/exceptions.md#cannotshard"
-
 
 class UnsupportedExpertCalls(HybridError, RuntimeError):
     """A block calls its experts in another way than in the proof that they can be sharded."""
 
-    docs = "reference/exceptions.md#unsupportedexpertcalls"
-
 
 class UnequalMicrobatches(HybridError, RuntimeError):
     """Ranks that share experts have different numbers of microbatches; raised on all of them."""
-
-    docs = "reference/exceptions.md#unequalmicrobatches"
 
 
 # -- ranks that do not do the same -------------------------------------------------------------------------------------
@@ -220,13 +178,9 @@ class UnequalMicrobatches(HybridError, RuntimeError):
 class RanksDisagree(HybridError, RuntimeError):
     """Ranks that must do the same have different batches, log different keys, or run different operations."""
 
-    docs = "reference/exceptions.md#ranksdisagree"
-
 
 class RanksDiffer(HybridError, RuntimeError):
     """Replicas that shard the same parameters are about to train different ones; raised on every rank."""
-
-    docs = "reference/exceptions.md#ranksdiffer"
 
 
 class RankOutOfMemory(HybridError, RuntimeError):
@@ -235,13 +189,9 @@ class RankOutOfMemory(HybridError, RuntimeError):
     Lightning takes it for an out-of-memory error.
     """
 
-    docs = "reference/exceptions.md#rankoutofmemory"
-
 
 class NotOnAllRanks(HybridError, RuntimeError):
     """Only some ranks make a call that all must make, such as ``trainer.save_checkpoint``."""
-
-    docs = "reference/exceptions.md#notonallranks"
 
 
 # -- state that is on other ranks, in memory and in files --------------------------------------------------------------
@@ -250,43 +200,29 @@ class NotOnAllRanks(HybridError, RuntimeError):
 class GlobalReadError(HybridError, RuntimeError):
     """A hook requests what is not available of a model that is sharded over ranks."""
 
-    docs = "reference/exceptions.md#globalreaderror"
-
 
 class NotOnThisRank(HybridError, pickle.PicklingError):
     """A copy or pickle is requested of a parameter whose content is on other ranks."""
-
-    docs = "reference/exceptions.md#notonthisrank"
 
 
 class OffloadError(HybridError, OSError):
     """The file for offloaded states or parameters cannot be created or extended, or has been truncated."""
 
-    docs = "reference/exceptions.md#offloaderror"
-
 
 class BackwardStepError(HybridError, ValueError):
     """``optimizer_in_backward=True`` cannot step this optimizer, or code may read gradients that it has freed."""
-
-    docs = "reference/exceptions.md#backwardsteperror"
 
 
 class PrecisionError(HybridError, ValueError):
     """The device has no arithmetic of a precision, or an option of a precision does not fit the run."""
 
-    docs = "reference/exceptions.md#precisionerror"
-
 
 class CheckpointError(HybridError, RuntimeError):
     """A checkpoint cannot be written, is not valid, or does not fit the module or optimizer."""
 
-    docs = "reference/exceptions.md#checkpointerror"
-
 
 class IncompleteCheckpoint(CheckpointError):
     """A save to the checkpoint did not end, or files of its folder are missing or truncated."""
-
-    docs = "reference/exceptions.md#incompletecheckpoint"
 
 
 # -- errors of others --------------------------------------------------------------------------------------------------

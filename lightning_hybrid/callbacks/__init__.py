@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 from lightning_hybrid.namespace import late_names
 
 if TYPE_CHECKING:
-    from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
-    from lightning_hybrid.callbacks.activation_offload_and_compression import ActivationCompression, ActivationOffload
+    from lightning_hybrid.callbacks.activations import (
+        ActivationCheckpointing,
+        ActivationCompression,
+        ActivationOffload,
+    )
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
@@ -15,8 +18,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.monitors.throughput_monitor import ThroughputMonitor
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.callbacks.run_plot import RunPlot
-    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
-    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
 
 __all__ = [
     "ActivationCheckpointing",
@@ -35,14 +37,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ActivationCheckpointing": "callbacks.activation_checkpointing",
-    "ActivationCompression": "callbacks.activation_offload_and_compression",
-    "ActivationOffload": "callbacks.activation_offload_and_compression",
+    "ActivationCheckpointing": "callbacks.activations",
+    "ActivationCompression": "callbacks.activations",
+    "ActivationOffload": "callbacks.activations",
     "AdaScale": "callbacks.adascale",
     "ExpertLoadMonitor": "callbacks.expert_load",
     "GoodputMonitor": "callbacks.monitors.goodput_monitor",
-    "GradientCompression": "callbacks.slow_links.gradient_compression",
-    "LocalSGD": "callbacks.slow_links.local_sgd",
+    "GradientCompression": "callbacks.slow_link_callbacks",
+    "LocalSGD": "callbacks.slow_link_callbacks",
     "MemoryMonitor": "callbacks.monitors.memory_monitor",
     "MoEUpcycle": "callbacks.moe_upcycle",
     "PipelineTimeline": "callbacks.pipeline_timeline",

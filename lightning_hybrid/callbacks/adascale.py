@@ -32,15 +32,6 @@ class GradientNoise(Callback):
 
     It is a `GradientObserver`: a strategy with data-parallel ranks calls `connect_mesh` and makes it the observer of
     its reducer. In one process Lightning's hooks are enough.
-
-    Args:
-        scale: S, ratio of the batch size to the one that the learning rates were chosen for; by default
-            data_parallel_size * accumulate_grad_batches.
-        smoothing: weight of the past in the moving averages, 0 <= smoothing < 1; by default 1 - batches / 1000, where
-            `batches` is the number of single batches per step.
-
-    Raises:
-        ValueError: a scale or smoothing outside its range.
     """
 
     def __init__(self, *, scale: float | None = None, smoothing: float | None = None) -> None:

@@ -11,25 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn.parameter import is_lazy
 
-from lightning_hybrid.callbacks.gather_action_times_of_ranks import MeasuredStep, Ranks, check_ranks, gather_step
+from lightning_hybrid.callbacks.action_times import MeasuredStep, Ranks, check_ranks, gather_step
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps, metrics_of
-from lightning_hybrid.callbacks.lost_time.model_and_memory import ModelAndMemory
 from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
-from lightning_hybrid.callbacks.lost_time.record_input_waits import record_input_waits
 from lightning_hybrid.callbacks.lost_time.write_measurements import costs_of, write_lost_time, write_measured_costs
-from lightning_hybrid.callbacks.write_and_log_pictures import figure_of, log_picture, write_picture
+from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
+from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
+from lightning_hybrid.callbacks.monitors.series import gather_rows
+from lightning_hybrid.callbacks.pictures import check_counts, figure_of, log_picture, write_picture
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.patching import around
+from lightning_hybrid.planner.costs.layer_costs import checksum_of_names
 from lightning_hybrid.planner.measured.predicted_and_measured import compared_lines
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 
 _PICTURES = (".svg", ".png")
 _WHAT = "PipelineTimeline"
@@ -93,13 +98,7 @@ class PipelineTimeline(Callback):
                 raise ValueError(f"path={str(one)!r} must end in .svg, .png or .json; set path='timeline.svg'")
         if self.memory_path is not None and self.memory_path.suffix not in _PICTURES:
             raise ValueError(f"memory_path={str(memory_path)!r} must end in .svg or .png; set memory_path='memory.svg'")
-        for name, value in (("step", step), ("every_n_steps", every_n_steps)):
-            if name == "every_n_steps" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} must be an int; steps are counted from 1")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; steps are counted from 1")
+        check_counts(step=step, **({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
         if not isinstance(rebalance, bool):
             raise TypeError(f"rebalance={rebalance!r} must be True or False")
         if rebalance and isinstance(ranks, Mapping) and "pipeline" in ranks:
@@ -312,3 +311,67 @@ def _assignment_of(trainer: Trainer) -> Assignment | None:
 
 def _is_recorded(strategy: Any) -> bool:
     return getattr(strategy, "recorder", None) is not None
+
+
+def record_input_waits(trainer: Trainer) -> Callable[[], None]:
+    """Let the strategy's recorder know when the training loop begins to fetch a batch; returns what undoes it."""
+
+    def before_fetch(original: Callable[[], None]) -> None:
+        recorder: Any = trainer.strategy.recorder  # type: ignore[attr-defined]
+        recorder.begin_input()
+        original()
+
+    loop: Any = trainer.fit_loop.epoch_loop
+    return around(loop, "_on_before_fetch", before_fetch, reason="records waits for input")
+
+
+class ModelAndMemory:
+    """The model of a run, and the peak memory of its tensors in a measured step.
+
+    The peak is that of the run's `MemoryMonitor`, if there is one that has measured. On a GPU it is otherwise that of
+    the allocator in the measured step, whose peak statistic is reset when that step begins.
+    """
+
+    def __init__(self) -> None:
+        self.model: dict[str, Any] = {}
+        self.peaks: tuple[int, ...] = ()
+        self.first_step = 1
+        self._meter: PeakMeter | None = None
+
+    def describe(self, module: LightningModule) -> None:
+        """Take the names and the number of the parameters, before ranks hold shards of them."""
+        named = list(module.named_parameters())
+        self.model = {"name": type(module).__name__}
+        if named and not any(is_lazy(parameter) for _, parameter in named):
+            self.model |= {
+                "parameters": sum(parameter.numel() for _, parameter in named),
+                "names_checksum": checksum_of_names(name for name, _ in named),
+            }
+
+    def begin_step(self, trainer: Trainer) -> None:
+        """Begin a measured step."""
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            self._meter = PeakMeter(device)
+            self._meter.start()
+
+    def end_step(self, trainer: Trainer, batch: Any) -> None:
+        """End a measured step; collective over all ranks on GPUs."""
+        with only_informs("the file of measured costs"):
+            elements = elements_per_sample(batch)
+            if elements is not None:
+                self.model["sample_elements"] = elements
+        if trainer.strategy.root_device.type == "cuda":
+            peak, meter, self._meter = 0, self._meter, None
+            with only_informs("the measured memory"):
+                peak = 0 if meter is None else meter.stop(0)
+            rows = gather_rows(torch.tensor([peak], dtype=torch.float64), trainer.strategy)
+            if rows.min() > 0:  # all ranks have measured
+                self.peaks = tuple(int(row[0]) for row in rows)
+
+    def fields(self, trainer: Trainer) -> dict[str, Any]:
+        """Return fields of `MeasuredCosts`."""
+        callbacks: Any = trainer
+        monitors = [each for each in callbacks.callbacks if isinstance(each, MemoryMonitor) and each.measured]
+        peaks = tuple(int(row["peak"]) for row in monitors[0].measured) if monitors else self.peaks
+        return {"model": dict(self.model), "peak_memory": peaks, "first_step": self.first_step}

@@ -1,15 +1,19 @@
-"""A table of what a checkpoint contains, a folder or one file, for `lightning-hybrid checkpoint inspect`."""
+"""What a checkpoint contains, in a table, and what is wrong with one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.convert_between_folder_and_file import read_file
-from lightning_hybrid.checkpoint.flat_state import take_tensors
+from lightning_hybrid.checkpoint.dcp_planner_and_writer import Tell, tell_nothing
+from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint.write_checkpoint_folder import covered
+from lightning_hybrid.text import columns
 
 _OPTIONS = {
     "pp": "pipeline_parallel_size",
@@ -58,12 +62,7 @@ def table(content: Mapping[str, Any]) -> str:
         f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"{len(rows)} tensors of {total:,} bytes in {len(files)} files of {sum(f['bytes'] for f in files.values()):,}",
     ]
-    columns = [("tensor", "shape", "dtype", "bytes", "boxes"), *rows]
-    widths = [max(len(row[column]) for row in columns) for column in range(5)]
-    lines = [
-        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]:>5}"
-        for row in columns
-    ]
+    lines = columns([("tensor", "shape", "dtype", "bytes", "boxes"), *rows], right=3)
     return "\n".join([*head, "", *lines])
 
 
@@ -73,3 +72,35 @@ def describe_layout(axes: Mapping[str, int]) -> str:
     shards = axes.get("dp_shard", 1)
     sizes |= {"data_parallel_size": axes.get("dp_replicate", 1) * shards, "shard_size": shards}
     return ", ".join(f"{option}={size}" for option, size in sizes.items() if size > 1) or "one process"
+
+
+def problems(path: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> Iterator[str]:
+    """List what is wrong with the checkpoint in a folder, one sentence each; every byte is read.
+
+    Args:
+        path: The folder.
+        weights_only: Whether to refuse all but tensors and plain Python values.
+        tell: Called before each file is read.
+
+    Raises:
+        CheckpointError: It is no checkpoint, or not complete.
+    """
+    saved = SavedFolder(path, weights_only=weights_only, digests=False)  # below, one by one
+    files = saved.manifest["files"]
+    for number, (name, entry) in enumerate(files.items()):
+        tell(name, number, len(files))
+        if folder.digest(path / name) != entry["sha256"]:
+            yield f"{name} has other content than when it was written"
+    for index, info in saved.metadata.storage_data.items():
+        entry = files.get(info.relative_path)
+        if entry is None or info.offset + info.length > entry["bytes"]:
+            yield f"{index.fqn} at {tuple(index.offset or ())} is outside of {info.relative_path}"
+    for key, tensor in saved.tensors.items():
+        if error := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
+            yield f"{key} of shape {tuple(tensor.size)} {error}"
+    rest = saved.rest()
+    referenced = references(rest) | references(rest.get(OPTIMIZERS, []))
+    for key in sorted(referenced - saved.tensors.keys()):
+        yield f"{key} is referenced but missing"
+    for key in sorted(saved.tensors.keys() - referenced):
+        yield f"{key} is saved but not referenced"

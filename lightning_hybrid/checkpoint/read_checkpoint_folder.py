@@ -35,6 +35,7 @@ from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, p
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.parts.shard_boxes import ShardBoxes
+from lightning_hybrid.step.objects.op_names import names
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import dicts_as_subclasses
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
@@ -403,15 +404,7 @@ class _Index(pickle.Unpickler):
         return _MEM_FORMAT_ENCODING[name]
 
 
-_INDEX_CLASSES = frozenset(
-    {
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "BytesStorageMetadata",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    }
+_INDEX_CLASSES = names(
+    "Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata BytesStorageMetadata"
+    " StorageMeta _MEM_FORMAT_ENCODING"
 )

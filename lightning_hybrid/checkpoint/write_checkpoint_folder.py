@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,6 @@ from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.dcp_planner_and_writer import BoxPlanner, Item, Tell, Writer, chunk_of, tell_nothing
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import assign_boxes
-from lightning_hybrid.checkpoint.verify_checkpoint import covered
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 
@@ -257,6 +257,23 @@ def _check(metadata: Metadata, expected: set[str]) -> None:
         assert isinstance(tensor, TensorStorageMetadata)
         if message := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
             raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}; {_SAME}", entry="save-covered")
+
+
+def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """Check that every element of a tensor lies in exactly one of the boxes; return what is wrong, or "".
+
+    ``shape`` is that of the full tensor; each box is its offsets and sizes.
+    """
+    for offsets, sizes in boxes:
+        if any(start < 0 or start + size > end for start, size, end in zip(offsets, sizes, shape, strict=True)):
+            return f"has a box outside of it, at {offsets} of sizes {sizes}"
+    ordered = sorted(boxes)
+    for number, (offsets, sizes) in enumerate(ordered):
+        for other, lengths in ordered[number + 1 :]:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
+                return f"has elements that two boxes contain, at {offsets} of sizes {sizes} and at {other} of {lengths}"
+    saved = sum(math.prod(sizes) for _, sizes in boxes)
+    return "" if saved == math.prod(shape) else f"has {math.prod(shape)} elements, of which {saved} are saved"
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------

@@ -6,11 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hybrid.cli import checkpoint, dryrun, env, explain, schedule, verify
-from lightning_hybrid.cli.exit_status_and_json_output import EXIT_STATUSES, PROBLEM, USAGE, UsageError
-from lightning_hybrid.cli.hardware import list_show_measure as hardware
-from lightning_hybrid.cli.planner import plan
-from lightning_hybrid.cli.user_classes_from_arguments import split_class_flags
+from lightning_hybrid.cli import checkpoint, dryrun, env, explain, hardware, plan, schedule, verify
+from lightning_hybrid.cli.classes import split_class_flags
+from lightning_hybrid.cli.command import EXIT_STATUSES, PROBLEM, USAGE, UsageError
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.version import __version__
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.exit_status_and_json_output import OK, PROBLEM, UsageError, print_json
-from lightning_hybrid.cli.progress_bar import Progress
+from lightning_hybrid.cli.command import OK, PROBLEM, UsageError, add_command, print_json
+from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.errors import CheckpointError
 
 # Seconds between two lines of progress where there is no terminal.
@@ -22,35 +22,34 @@ exit status: 0 ok; 1 the checkpoint is not valid{}; 2 invalid command line, or n
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the subparsers of argparse."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "checkpoint",
-        help="convert, inspect or verify a distributed checkpoint",
+        None,
+        text="convert, inspect or verify a distributed checkpoint",
         description="Works on files, and on folders (save_distributed_checkpoint=True); the model is not needed.",
-        epilog=_EXAMPLE.format("verify", "", ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=_EXAMPLE.format("verify", "", ""),
     )
     actions = parser.add_subparsers(dest="action", required=True)
     convert = _add(actions, "convert", "a folder to one ordinary .ckpt, or a .ckpt to a folder", _convert, " one.ckpt")
     convert.add_argument("target", type=Path)
-    inspect = _add(actions, "inspect", "layout, step, versions, and every tensor, of a folder or file", _inspect)
-    verify = _add(actions, "verify", "read every byte; exit status 1 if something is not as it was written", _verify)
-    for action in (convert, inspect, verify):
-        action.add_argument("--json", action="store_true", help="print JSON")
+    _add(actions, "inspect", "layout, step, versions, and every tensor, of a folder or file", _inspect)
+    _add(actions, "verify", "read every byte; exit status 1 if something is not as it was written", _verify)
 
 
 def _add(actions: Any, name: str, does: str, run: Any, further: str = "") -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
+    parser = add_command(
+        actions,
         name,
-        help=does,
+        lambda parsed: _checked(parsed, run),
+        text=does,
         description=f"{does[0].upper()}{does[1:]}.",
-        epilog=_EXAMPLE.format(name, further, " or cannot be written" if further else ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=_EXAMPLE.format(name, further, " or cannot be written" if further else ""),
     )
     parser.add_argument("source", type=Path)
     parser.add_argument(
         "--trust", action="store_true", help="unpickle objects of any class too, which can run arbitrary code"
     )
-    parser.set_defaults(run=lambda parsed: _checked(parsed, run))
     return parser
 
 
@@ -105,7 +104,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from lightning_hybrid.checkpoint.verify_checkpoint import problems
+    from lightning_hybrid.checkpoint.inspect_checkpoint import problems
 
     _check_is_folder(parsed)
     try:

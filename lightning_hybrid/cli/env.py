@@ -10,10 +10,10 @@ import re
 import shutil
 import subprocess
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.exit_status_and_json_output import OK, print_json
+from lightning_hybrid.cli.command import OK, add_command, print_json
+from lightning_hybrid.planner.hardware.hardware import processor_name
 from lightning_hybrid.version import __version__
 
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse", "numpy", "transformers")
@@ -34,16 +34,15 @@ exit status: 0 ok; 1 torch or lightning is missing"""
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the subparsers of argparse."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "env",
-        help="versions, processors and devices: what a bug report needs",
+        run,
+        text="versions, processors and devices: what a bug report needs",
         description="Prints versions, processors, devices, backends, compiler, and the environment variables that"
         " change how ranks run; none that may be a secret.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=_EXAMPLE,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -63,7 +62,7 @@ def describe_environment() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "packages": {name: _version(name) for name in _PACKAGES},
         "os": platform.platform(),
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable cores": usable_cores()},
+        "cpu": {"model": processor_name(), "cores": os.cpu_count(), "usable cores": usable_cores()},
         "memory": {"total GiB": _gib(_total_memory()), "shared memory free GiB": _gib(_free_shared_memory())},
         **_torch_report(),
         "C++ compiler": _compiler(),
@@ -103,14 +102,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -7,50 +7,43 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.dryrun.print_ranks import print_rows
-from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
-from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, print_json
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
-from lightning_hybrid.cli.progress_bar import Progress
-from lightning_hybrid.cli.verify import (
-    add_classes_to,
-    add_precision_to,
-    add_tensor_plan_to,
-    checked,
-    configured,
-    layout_of,
+from lightning_hybrid.cli.classes import FLAGS
+from lightning_hybrid.cli.command import OK, REFUSED, add_command, print_json
+from lightning_hybrid.cli.progress import Progress
+from lightning_hybrid.cli.recording import (
+    STATUSES,
+    add_layout_to,
+    data_and_device_errors,
+    layout_and_classes,
+    refusal,
 )
+from lightning_hybrid.text import print_table
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
     from lightning_hybrid.memory.estimate_rank_memory import RankMemory
     from lightning_hybrid.verify import Layout
 
-_EXAMPLE = """example:
+_EXAMPLE = f"""example:
   lightning-hybrid explain examples/quickstart.py:Classifier --layout pp=2,tp=2
   lightning-hybrid explain examples/gpt_cli.py --config examples/configs/3d.yaml
 
-exit status: 0 the step can be run under the layout; 2 invalid command line; 3 it cannot: the reason is printed,
-with the traceback if it is an error of your step. Other errors of your code give their traceback and 1"""
+{STATUSES}"""
 
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the subparsers of argparse."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "explain",
-        help="show how a module would be partitioned under a layout, without training",
+        run,
+        text="show how a module would be partitioned under a layout, without training",
         description="Records the training step on one batch, in one process on the CPU for any number of ranks, and"
         " prints the units with their share of the cost, the stages, plans for tensor ranks, experts, or the reason"
         f" why the step cannot be run under the layout. No step is trained. {FLAGS}",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=_EXAMPLE,
     )
-    add_classes_to(parser)
-    parser.add_argument("--layout", metavar="pp=2,tp=2", help="(config's or pp=2)")
-    add_tensor_plan_to(parser)
-    add_precision_to(parser, "config's or 32-true")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    add_layout_to(parser, "pp=2,tp=2")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -59,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout or argument of a class.
     """
-    with Progress("explain") as progress:
+    with Progress("explain") as progress, data_and_device_errors():
         content = _explained(parsed, progress)
     if parsed.json:
         print_json(content)
@@ -70,32 +63,16 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _explained(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Make the user's module and data, and explain them; a refusal is in the content."""
-    with data_and_device_errors():
-        return _explained_module(parsed, progress)
-
-
-def _explained_module(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    progress.phase("importing the classes")
-    made, config = configured(parsed)
-    if parsed.layout is None and config.layout:
-        layout = checked(config.layout)
-    else:
-        layout = layout_of(parsed.layout or "pp=2", parsed.tensor_plan)
-    # Imported late, since this loads torch.
-    import torch
-
-    from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
+    layout, made, precision = layout_and_classes(parsed, progress)
+    import torch  # late, since it takes seconds
 
     torch.manual_seed(0)
     progress.phase("making the module and its data")
     module, data = made.make_module(), made.make_data()
-    precision = parsed.precision or config.precision or "32-true"
     try:
         return explain(module, data, layout, precision, on_phase=progress.phase)
     except Exception as error:
-        if not describe_failure(error, steps_done=0).refused:
-            raise
-        return {"layout": layout.name, "refused": f"{type(error).__name__}: {error}"}
+        return refusal(layout, error)
 
 
 def explain(
@@ -214,7 +191,7 @@ def _print(content: dict[str, Any]) -> None:
             rows.append((shortened(unit["unit"] or "(between units)"), str(unit["stage"]), *_numbers(unit)))
         for stage in content["stages"]:
             rows.append((f"stage {stage['stage']} in all", str(stage["stage"]), *_numbers(stage)))
-        print_rows(rows)
+        print_table(rows)
     if content["refused"] is None:
         _print_memory(content)
         print(content["table"])
@@ -242,7 +219,7 @@ def _print_memory(content: dict[str, Any]) -> None:
     add("", content["memory"])
     if content["memory_without_techniques"] != content["memory"]:
         add(" without ZeRO, offload and recomputation", content["memory_without_techniques"])
-    print_rows(rows)
+    print_table(rows)
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, str, str]:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.exit_status_and_json_output import OK, UsageError, print_json, usage_errors
+from lightning_hybrid.cli.command import OK, UsageError, add_command, check_counts, print_json, usage_errors, write_text
 from lightning_hybrid.schedule import SCHEDULE_NAMES, StageCosts, chain, make_schedule, simulate, to_svg, to_text
 from lightning_hybrid.schedule.microbatches_in_flight import most_in_flight
 
@@ -19,12 +19,14 @@ exit status: 0 ok; 2 invalid command line, or sizes that the schedule does not h
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the subparsers of argparse."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "schedule",
-        help="draw a pipeline schedule, with its bubble and the microbatches in flight",
+        run,
+        text="draw a pipeline schedule, with its bubble and the microbatches in flight",
         description="Simulates a schedule under given times and draws it. Nothing is trained, and no torch is loaded.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=_EXAMPLE,
+        json="print numbers and every action with its times as JSON",
     )
     parser.add_argument("name", choices=SCHEDULE_NAMES, help=", ".join(SCHEDULE_NAMES), metavar="name")
     parser.add_argument("--ranks", type=int, required=True, help="ranks of the pipeline")
@@ -39,9 +41,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--backward-ms", type=float, default=2.0, help="the same (%(default)s)")
     parser.add_argument("--transfer-ms", type=float, default=0.0, help="of a message between ranks (%(default)s)")
     parser.add_argument("--width", type=int, default=100, help="characters of the drawing (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print numbers and every action with its times as JSON")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to this file too")
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -70,10 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
     in_flight = most_in_flight(schedule)
     if parsed.svg is not None:
         title = f"{parsed.name}, {parsed.ranks} ranks, {parsed.microbatches} microbatches"
-        try:
-            parsed.svg.write_text(to_svg(timeline, title), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--svg: {error}") from error
+        write_text(parsed.svg, to_svg(timeline, title), "--svg")
     if not parsed.json:
         print(to_text(timeline, parsed.width))
         what = "microbatches" if schedule.stages_per_rank == 1 else "microbatches, counted per stage,"
@@ -110,7 +107,6 @@ def _check(parsed: argparse.Namespace) -> None:
             raise UsageError(f"--{name}-ms {value}; times must be 0 or more")
     if parsed.forward_ms + parsed.backward_ms == 0:
         raise UsageError("--forward-ms 0 --backward-ms 0 leave nothing to draw; one must be above 0")
-    if parsed.width < 1:
-        raise UsageError(f"--width {parsed.width}; use 1 or more")
+    check_counts(parsed, "width")
     if parsed.svg is not None and parsed.svg.suffix != ".svg":
         raise UsageError(f"--svg {parsed.svg} must end in .svg")

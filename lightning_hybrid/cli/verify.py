@@ -7,18 +7,20 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.exit_status_and_json_output import (
+from lightning_hybrid.cli.classes import FLAGS, ConfiguredRun
+from lightning_hybrid.cli.command import (
     OK,
     PRECISIONS,
     PROBLEM,
     REFUSED,
     UsageError,
+    add_command,
+    check_counts,
     print_json,
     usage_errors,
 )
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun
-from lightning_hybrid.cli.progress_bar import Progress
-from lightning_hybrid.cli.trainer_config import TrainerConfig, trainer_config
+from lightning_hybrid.cli.config import TrainerConfig, trainer_config
+from lightning_hybrid.cli.progress import Progress
 
 if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout, Report
@@ -33,13 +35,15 @@ exit status: 0 all layouts are the same; 1 one is different, or failed; 2 invali
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the subparsers of argparse."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "verify",
-        help="train a module under layouts and in one process, and compare the numbers",
+        run,
+        text="train a module under layouts and in one process, and compare the numbers",
         description="Trains a module for a few steps in one process and under each layout, and compares losses, "
         f"metrics and the updates of all parameters. {FLAGS}",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=_EXAMPLE,
+        json="print the reports as JSON",
     )
     add_classes_to(parser)
     parser.add_argument("--layout", action="append", metavar="pp=2,dp=2", help="repeat for several (config's or pp=2)")
@@ -51,8 +55,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--seed", type=int, help="(config's or 1)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take (%(default)s)")
     parser.add_argument("--strict", action="store_true", help="a layout that is refused gives exit status 1 too")
-    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    parser.set_defaults(run=run)
 
 
 def add_classes_to(parser: argparse.ArgumentParser) -> None:
@@ -101,9 +103,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout or argument of a class, or a count below 1.
     """
-    for name in ("steps", "epochs", "num_microbatches"):
-        if getattr(parsed, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')}={getattr(parsed, name)}; use 1 or more")
+    check_counts(parsed, "steps", "epochs", "num_microbatches")
     # Imported late, since this loads torch.
     from lightning_hybrid.verify import Experiment, Verification, table
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.equivalence.grouped_products_in_float64 import grouped_product
 from lightning_hybrid.randomness.random_number_ops import draws
 
 # Positions of the dropout probability of attention functions, whose default is 0 or which has none.
 DROPOUT_POSITIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {"float", "half", "bfloat16"}
+_ALIGNED = 4
 
 
 class DeterministicMode(TorchFunctionMode):
@@ -64,3 +67,55 @@ class DeterministicMode(TorchFunctionMode):
             yield
         finally:
             self._drawn = before
+
+
+def grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None) -> Tensor:
+    """Computes ``torch.nn.functional.grouped_mm``; of fake tensors, a tensor of the right shape.
+
+    Args:
+        first: Of shape [G, M, K], or [M, K] whose rows (columns if ``second`` has two dims as well) are in groups.
+        second: Of shape [G, K, N], or [K, N] whose columns (rows) are in groups.
+        offsets: Of shape [G], the end of each group; what comes after the last one is 0 in the result.
+
+    Raises:
+        RuntimeError: Rows of an operand are no multiples of 16 bytes, which torch refuses too.
+    """
+    for each in (first, second):
+        # As torch's kernels, which read 16 bytes at once, of numbers of at most 4 bytes.
+        row, column = each.stride()[-2:]
+        if (row if column == 1 else column) % _ALIGNED:
+            raise RuntimeError("strides should be multiple of 16 bytes")
+    dims = first.dim(), second.dim()
+    if dims == (3, 3) or offsets is None:
+        return torch.bmm(first, second)
+    if any(isinstance(each, FakeTensor) for each in (first, second, offsets)):
+        product = (first if dims[0] == 2 else first[0]) @ (second if dims[1] == 2 else second[0])
+        return product.expand(*offsets.shape, *product.shape) if dims == (2, 2) else product
+    sizes = [stop - start for start, stop in itertools.pairwise([0, *offsets.tolist()])]
+    if dims == (2, 2):
+        columns, rows = first[:, : sum(sizes)].split(sizes, 1), second[: sum(sizes)].split(sizes)
+        return torch.stack([one @ other for one, other in zip(columns, rows, strict=True)])
+    if dims == (2, 3):
+        rest = first.shape[0] - sum(sizes)
+        *groups, after = first.split([*sizes, rest])
+        products = [rows @ weight for rows, weight in zip(groups, second.unbind(), strict=True) if len(rows)]
+        return torch.cat([*products, after.new_zeros(rest, second.shape[-1])])
+    rest = second.shape[-1] - sum(sizes)
+    *groups, after = second.split([*sizes, rest], 1)
+    products = [weight @ columns for weight, columns in zip(first.unbind(), groups, strict=True)]
+    return torch.cat([*products, after.new_zeros(first.shape[1], rest)], 1)
+
+
+class WithoutDropoutMode(TorchFunctionMode):
+    """Makes dropout, and that of attention, return its input; modules stay in training mode, and other draws remain."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        position = DROPOUT_POSITIONS.get(name)
+        if position is not None:
+            args = args[:position] + (0.0,) * (len(args) > position) + args[position + 1 :]
+            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)

@@ -9,24 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.full_params.record_ranks_with_tensor_content import Ranks
+from lightning_hybrid.step.objects.op_names import READS, SIZED_BY_DATA, names
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.intercept_step_operations import _READS
 
 # Besides reads: operations whose result's shape depends on content, and those that convert tensors to numbers.
-_NEEDS_CONTENT = _READS | {
-    "tensor",
-    "as_tensor",
-    "asarray",
-    "new_tensor",
-    "__reduce_ex__",
-    "nonzero",
-    "argwhere",
-    "masked_select",
-    "unique",
-    "unique_consecutive",
-    "bincount",
-    "repeat_interleave",
-}
+_NEEDS_CONTENT = READS | SIZED_BY_DATA | names("tensor as_tensor asarray new_tensor __reduce_ex__")
 # Of the first argument only dtype and device are used, not the content.
 LIKE_FIRST = frozenset({"new_tensor"})
 # Of the second argument only shape or dtype is used.

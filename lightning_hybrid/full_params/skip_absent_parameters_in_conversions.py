@@ -19,9 +19,6 @@ def skip_absent_parameters(root: nn.Module) -> Callable[[], None]:
 
     torch would swap each stand-in for another, which is impossible; and in a hook, these methods' queries of parameters
     are no reads of the model.
-
-    Args:
-        root: The user's module.
     """
     undo = contextlib.ExitStack()
     for module in root.modules():

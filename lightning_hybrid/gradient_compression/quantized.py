@@ -1,4 +1,6 @@
-"""Sums of quantized gradients: 8 bits per element, or the sign alone.
+"""Sums of gradients in fewer bits: half precision, the largest elements, 8 bits per element, or the sign alone.
+
+Quantized:
 
     addends of a rank   [row of rank 0 | row of rank 1 | ...]    quantized, block by block, and exchanged (all-to-all)
     sum of a row        on its rank, in full precision           quantized, and gathered (all-gather)
@@ -127,3 +129,86 @@ class OneBit(Quantized):
         """Signs times the mean magnitude, of shape (rows, blocks, block)."""
         bits = (codes[..., None] >> torch.arange(8, dtype=torch.uint8, device=codes.device)) & 1
         return (bits.float() * 2 - 1).view(len(codes), scales.shape[1], self.block) * scales
+
+
+class LowPrecision(Method):
+    """Sends gradients in ``dtype``; what is rounded is not sent again. Ranks sum rows of a reduce-scatter in full."""
+
+    has_feedback = False
+    mixes_parameters = False
+
+    def __init__(self, traffic: Traffic, dtype: torch.dtype) -> None:
+        super().__init__(traffic)
+        self.dtype = dtype
+
+    def compresses(self, dtype: torch.dtype, rows: int, columns: int) -> bool:
+        """Whether elements of a gradient take more bytes than those of the message."""
+        return dtype.itemsize > self.dtype.itemsize
+
+    def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
+        """Start to sum a flat message in ``dtype``: an all-reduce, or with ``scatter`` an all-to-all of rows."""
+        sent = flat.to(self.dtype)
+        if not scatter:
+            self.traffic.all_reduce(sent, group)
+            work = dist.all_reduce(sent, group=group, async_op=True)
+
+            def finish() -> None:
+                work.wait()
+                flat.copy_(sent)
+
+            return finish
+        rows = sent.view(group.size(), -1)
+        received = torch.empty_like(rows)
+        self.traffic.all_to_all(rows, group)
+        exchange = dist.all_to_all_single(received, rows, group=group, async_op=True)
+
+        def finish_row() -> None:
+            exchange.wait()
+            flat.view(group.size(), -1)[group.rank()] = received.to(flat.dtype).sum(0)
+
+        return finish_row
+
+
+class TopK(Method):
+    """Sends the share ``ratio`` of the elements of a message that are largest in magnitude, with their indices.
+
+    Each rank chooses by itself, and all ranks gather the choices of all: N ranks send N times as many elements.
+    """
+
+    def __init__(self, traffic: Traffic, ratio: float) -> None:
+        super().__init__(traffic)
+        self.ratio = ratio
+
+    def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
+        """Start to sum a flat message by an all-gather, or with ``scatter`` an all-to-all, of its largest elements."""
+        size, rank = group.size(), group.rank()
+        rows = flat.view(size if scatter else 1, -1)
+        length = rows.shape[1]
+        count = max(1, min(length, round(self.ratio * length)))
+        indices = rows.abs().topk(count, dim=1, sorted=False).indices
+        values = rows.gather(1, indices)
+        sent = torch.cat([_bytes(values), _bytes(indices.int())], 1)
+        received = sent.new_empty(size, sent.shape[1])
+        if scatter:
+            self.traffic.all_to_all(sent, group)
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        else:
+            self.traffic.all_gather(sent, group)
+            work = all_gather_single(received, sent, group=group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            share = torch.zeros_like(rows).scatter_(1, indices, values).view(-1)
+            all_values, all_indices = received.split([values.element_size() * count, 4 * count], 1)
+            total = flat.view(size if scatter else 1, -1)[rank if scatter else 0]
+            total.zero_()
+            # One rank after the other: the sum must be the same in bits on all ranks.
+            for values_of, indices_of in zip(all_values, all_indices, strict=True):
+                total.index_add_(0, indices_of.clone().view(torch.int32), values_of.clone().view(flat.dtype))
+            return share
+
+        return finish
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

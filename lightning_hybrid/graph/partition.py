@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from lightning_hybrid.errors import WITHOUT_STAGES, PartitionError, UnfitError
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
+from lightning_hybrid.text import counted
 
 # Moving one byte takes as long as about this many floating-point operations, on a CPU core as on an accelerator's
 # vector units. It weighs what a FLOP count leaves out: normalisations, activations, embedding gradients.
@@ -130,7 +131,7 @@ def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None =
         if num_stages > len(starts):
             line = next((node.line for node in graph.nodes if node.together), None)
             raise UnfitError(
-                f"the step needs {num_stages} stages but has only {len(starts)} unit{'s' * (len(starts) != 1)}"
+                f"the step needs {num_stages} stages but has only {counted(len(starts), 'unit')}"
                 " with parameters"
                 + (f", counting all operations of the derivative at {line} as one" if line is not None else "")
                 + (

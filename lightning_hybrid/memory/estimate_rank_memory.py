@@ -123,10 +123,6 @@ def activation_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> 
     """Return the bytes that each stage saves for the backward of one microbatch.
 
     Tensors inside of layers are counted before tensor and context ranks shard them.
-
-    Args:
-        assignment: Of the recorded step.
-        policies: Of activation checkpointing, by layer.
     """
     inner = [0.0] * assignment.num_stages
     values: list[set[int]] = [set() for _ in range(assignment.num_stages)]
@@ -147,10 +143,6 @@ def working_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> lis
 
     In its backward a layer has its results again, if it is recomputed, and gradients of at most all of its results. The
     gradients of the values that stages exchange are sent and received meanwhile.
-
-    Args:
-        assignment: Of the recorded step.
-        policies: Of activation checkpointing, by layer.
     """
     values, most = assignment.graph.values, [0] * assignment.num_stages
     for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):

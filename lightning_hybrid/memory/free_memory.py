@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.text import sized
 
 _LIMITS = (  # of the container that this process runs in: its limit, its usage, and what that consists of
     tuple(f"/sys/fs/cgroup/{name}" for name in ("memory.max", "memory.current", "memory.stat")),
@@ -44,8 +45,8 @@ def memory_shortage(parameters: Iterable[Tensor], device: torch.device, activati
     ):
         if needed > free:
             return (
-                f"verify_first_step=True needs about {needed / 2**20:,.1f} MiB on {where} of the first rank, for the"
-                f" full module, its gradients and one microbatch, and {free / 2**20:,.1f} MiB are free"
+                f"verify_first_step=True needs about {sized(needed)} on {where} of the first rank, for the"
+                f" full module, its gradients and one microbatch, and {sized(free)} are free"
             )
     return ""
 

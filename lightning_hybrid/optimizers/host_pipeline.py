@@ -16,47 +16,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from lightning_hybrid.host_copies import HostCopies
 from lightning_hybrid.optimizers.replacement import STEP_HOOKS
 
 _SLOTS = 4  # layers whose pinned copies are alive: two being copied, one stepped, one waiting
-
-
-class CudaCopies:
-    """Asynchronous copies between a GPU and pinned memory, on a side stream for each direction."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Make the streams of a GPU."""
-        self._device = device
-        self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to copy tensors that the current stream has computed; they may be freed at once.
-
-        Returns:
-            The copies, of the same shapes and strides, and a function that waits for them.
-        """
-        self._to_host.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._to_host):
-            copies = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
-            for content, each in zip(copies, tensors, strict=True):
-                content.copy_(each, non_blocking=True)
-                each.record_stream(self._to_host)
-            return copies, self._to_host.record_event().synchronize
-
-    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Begin to copy to tensors on the GPU; each comes with its source in pinned memory, of the same shape."""
-        with torch.cuda.stream(self._to_device):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-
-    def wait(self) -> None:
-        """Let the current stream wait for all copies to the GPU."""
-        torch.cuda.current_stream(self._device).wait_stream(self._to_device)
 
 
 class HostStepPipeline:
@@ -66,7 +33,7 @@ class HostStepPipeline:
         host_optimizer: Steps the copies; its groups have the parameters of one layer at a time.
     """
 
-    def __init__(self, optimizer: Optimizer, copies: CudaCopies) -> None:
+    def __init__(self, optimizer: Optimizer, copies: HostCopies) -> None:
         """Start a thread.
 
         Args:
@@ -101,7 +68,7 @@ class HostStepPipeline:
         """
         self._slots.acquire()
         values = [tensor for p in parameters for tensor in (p.data, p.grad) if tensor is not None]
-        copied, wait = self._copies.to_host(values)
+        copied, arrival = self._copies.to_host(values, may_be_freed=True)
         on_host = [
             nn.Parameter(value, requires_grad=p.requires_grad) for p, value in zip(parameters, copied[::2], strict=True)
         ]
@@ -113,10 +80,10 @@ class HostStepPipeline:
         def run() -> None:
             try:
                 before()
-                wait()
+                arrival.synchronize()
                 self._step(layer, kwargs)
                 after()
-                self._copies.to_device([(data, copy_of_p.data) for _, data, copy_of_p in layer])
+                self._copies.into([(data, copy_of_p.data) for _, data, copy_of_p in layer])
             finally:
                 self._slots.release()
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.optimizers.host_pipeline import CudaCopies, HostStepPipeline
+from lightning_hybrid.host_copies import HostCopies
+from lightning_hybrid.optimizers.host_pipeline import HostStepPipeline
 from lightning_hybrid.optimizers.offloaded import OffloadedStates
 from lightning_hybrid.optimizers.replacement import (
     STEP_HOOKS,
@@ -112,7 +113,7 @@ class LayerwiseStep(OffloadedStates):
         devices = {p.device for members in self._layers for p in members}
         if self._states_on.type != "cpu" or {device.type for device in devices} != {"cuda"} or len(devices) > 1:
             return None
-        return HostStepPipeline(self._optimizer, CudaCopies(devices.pop()))
+        return HostStepPipeline(self._optimizer, HostCopies(devices.pop()))
 
     @property
     def host_optimizer(self) -> Optimizer | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import OffloadError
+from lightning_hybrid.text import sized
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _POPULATE_WRITE = 23  # Linux 5.14: one call faults all pages in, which is faster than one by one
@@ -82,8 +83,8 @@ class StateFile:
             os.ftruncate(self._file.fileno(), start)
             free = shutil.disk_usage(self.folder).free
             raise OffloadError(
-                f"offload to {self.folder!r}: {self._content} of this rank take {end / 2**20:,.1f} MiB, and"
-                f" {free / 2**20:,.1f} MiB are free there ({error}); name another folder, or use more replicas with"
+                f"offload to {self.folder!r}: {self._content} of this rank take {sized(end)}, and"
+                f" {sized(free)} are free there ({error}); name another folder, or use more replicas with"
                 " zero_stage=1 or higher",
                 entry="offload-write",
             ) from error

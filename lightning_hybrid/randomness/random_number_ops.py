@@ -5,54 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_DRAWING_NAMES = frozenset(
-    {
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-        "poisson",
-        "binomial",
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "feature_dropout",
-        "feature_dropout_",
-        "feature_alpha_dropout",
-        "feature_alpha_dropout_",
-        "native_dropout",
-        "rrelu",
-        "rrelu_",
-        "gumbel_softmax",
-        "scaled_dot_product_attention",
-        "multi_head_attention_forward",
-        "fractional_max_pool2d",
-        "fractional_max_pool3d",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-        "_standard_gamma",
-        "_sample_dirichlet",
-    }
+from lightning_hybrid.step.objects.op_names import names
+
+_DRAWING_NAMES = names(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal"
+    " normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ poisson binomial dropout dropout_"
+    " dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_"
+    " feature_alpha_dropout feature_alpha_dropout_ native_dropout rrelu rrelu_ gumbel_softmax"
+    " scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d fractional_max_pool3d lstm"
+    " gru rnn_tanh rnn_relu _standard_gamma _sample_dirichlet"
 )
 
 

@@ -10,33 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_hybrid.patching import around
+from lightning_hybrid.step.objects.op_names import names
 
-COLLECTIVES = (
-    "allreduce",
-    "allreduce_coalesced",
-    "allgather",
-    "_allgather_base",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "broadcast",
-    "barrier",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "recv_anysource",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
+COLLECTIVES = names(
+    "allreduce allreduce_coalesced allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced"
+    " broadcast barrier monitored_barrier reduce reduce_scatter _reduce_scatter_base"
+    " reduce_scatter_tensor_coalesced alltoall alltoall_base gather scatter send recv recv_anysource"
+    " all_gather_single all_gather_single_coalesced all_to_all_single reduce_scatter_single"
+    " reduce_scatter_single_coalesced"
 )
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 

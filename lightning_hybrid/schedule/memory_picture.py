@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_hybrid.schedule.svg_frame_with_rank_lanes import Lanes
+from lightning_hybrid.text import sized
 
 _FILL, _LINE = "#a5bfd9", "#4c78a8"
 _ROOM_FOR_SIZES = 160
@@ -48,7 +49,7 @@ def memory_to_svg(
     seconds = max((sample.time for sample in samples), default=0.0) - begin
     sizes = [sample.num_bytes for sample in samples] or [0]
     least, most = min(sizes), max(sizes)
-    scale = f"a lane is {_size(least)} at its bottom and {_size(most)} at its top"
+    scale = f"a lane is {sized(least)} at its bottom and {sized(most)} at its top"
     body = [
         f'<text x="20" y="53" font-size="12" fill="#777777">{escape(kind)}; {scale}</text>',
         *lanes.labels(),
@@ -74,19 +75,10 @@ def memory_to_svg(
         ]
         body.append(
             f'<text x="{lanes.left + lanes.width + 8}" y="{lanes.text_line(rank):g}" font-size="12">'
-            f"{_size(min(size for _, size in row))} to {_size(max(size for _, size in row))}</text>"
+            f"{sized(min(size for _, size in row))} to {sized(max(size for _, size in row))}</text>"
         )
-    return lanes.document(title, f"largest {_size(most)}", body)
+    return lanes.document(title, f"largest {sized(most)}", body)
 
 
 def _joined(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-
-
-def _size(num_bytes: int) -> str:
-    """A number of bytes in the unit in which it reads best (powers of 1024)."""
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
-    while size >= 1000 and len(units) > 1:
-        size = size / 1024
-        del units[0]
-    return f"{size:.3g} {units[0]}"

@@ -11,7 +11,8 @@ from html import escape
 
 from lightning_hybrid.schedule.schedule_and_actions import NO_MICROBATCH, Kind
 from lightning_hybrid.schedule.simulator import Span, Timeline
-from lightning_hybrid.schedule.svg_frame_with_rank_lanes import DIGIT, Lanes, duration, unit_of
+from lightning_hybrid.schedule.svg_frame_with_rank_lanes import DIGIT, Lanes
+from lightning_hybrid.text import timed
 
 WORDS = {
     Kind.F: "forward",
@@ -38,10 +39,6 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
 
     A span shows its microbatch (F of microbatch 3 as `F3--`) where there is room and is cut short where there is not;
     dots are idle time.
-
-    Args:
-        timeline: simulated or measured.
-        width: characters of the makespan.
     """
     name_width = len(f"rank {timeline.num_ranks - 1}")
     begin, scale = _scale(timeline, width)
@@ -59,8 +56,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
             label = label if len(label) <= cells else label[0]
             lane[first : first + cells] = label.ljust(cells, "-")[:cells]
         lines.append(f"{f'rank {rank}':<{name_width}} {''.join(lane)}")
-    seconds = timeline.makespan_seconds
-    end = duration(seconds, unit_of(seconds))
+    end = timed(timeline.makespan_seconds)
     lines.append(f"{'':<{name_width}} 0{end:>{width - 1}}")
     lines.append(f"bubble {timeline.bubble:.1%}")
     return "\n".join(lines)
@@ -117,9 +113,8 @@ def _scale(timeline: Timeline, width: float) -> tuple[float, float]:
 
 def _box(span: Span, lanes: Lanes, x: float, width: float, opacity: float) -> list[str]:
     action = span.action
-    unit = unit_of(span.end - span.start)
     stage = "" if action.kind is Kind.OPTIMIZER else f"stage {action.stage}, "
-    hint = f"{action}: {WORDS[action.kind]}, {stage}{duration(span.end - span.start, unit)}"
+    hint = f"{action}: {WORDS[action.kind]}, {stage}{timed(span.end - span.start)}"
     # A white edge keeps neighbours apart; it must not eat up narrow boxes.
     edge = min(1.0, width / 4)
     parts = [

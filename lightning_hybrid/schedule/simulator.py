@@ -97,11 +97,6 @@ def without_waits(measured: Timeline, schedule: Schedule, portals: Portals) -> T
     """A measured timeline in which no action begins before the last of those that it needs has ended.
 
     A forward may begin before what it needs has come, and waits inside: that is no work.
-
-    Args:
-        measured: of all actions of the schedule.
-        schedule: what each rank did.
-        portals: as for `simulate`.
     """
     before = prerequisites(schedule, portals)
     ends = {span.action: span.end for span in measured.spans}
@@ -118,11 +113,6 @@ def without_losses(measured: Timeline, schedule: Schedule, portals: Portals) -> 
 
     Each action takes as long as it took; the gaps that are left are the schedule's own. For a timeline `without_waits`
     it ends no later than what was measured.
-
-    Args:
-        measured: of all actions of the schedule.
-        schedule: what each rank did.
-        portals: which stages wait for which.
     """
     seconds = {span.action: span.end - span.start for span in measured.spans}
     return Timeline(tuple(_walk(schedule, portals, seconds.__getitem__, 0.0)), schedule.num_ranks)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from lightning_hybrid.text import timed, unit_of
+
 WIDTH, RIGHT = 1000, 20
 DIGIT = 6.6  # width of one character of a label
 _LEFT, _COLUMN = 64, 58  # room for "rank 12", and for each column of labels
@@ -93,7 +95,7 @@ class Lanes:
             parts.append(
                 f'<line x1="{x:.2f}" y1="{self.bottom}" x2="{x:.2f}" y2="{self.bottom + 5}" stroke="#999999"/>'
                 f'<text x="{min(x, WIDTH - 24):.2f}" y="{self.bottom + 19}" font-size="11" text-anchor="middle" '
-                f'fill="#555555">{duration(i * step, unit) if i else 0}</text>'
+                f'fill="#555555">{timed(i * step, unit) if i else 0}</text>'
             )
         parts.append(f'<line x1="{self.left}" y1="{self.bottom}" x2="{end:.2f}" y2="{self.bottom}" stroke="#999999"/>')
         return parts
@@ -119,20 +121,6 @@ class Lanes:
                 "</svg>\n",
             ]
         )
-
-
-def unit_of(seconds: float) -> tuple[str, float]:
-    """The unit in which a duration reads best, and how many of it make a second."""
-    for name, per_second in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * per_second >= 1:
-            return name, per_second
-    return "ns", 1e9
-
-
-def duration(seconds: float, unit: tuple[str, float]) -> str:
-    """A duration with its unit."""
-    name, per_second = unit
-    return f"{seconds * per_second:.4g} {name}"
 
 
 def _label(x: float, y: float, text: str) -> str:

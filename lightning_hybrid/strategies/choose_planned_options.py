@@ -23,8 +23,7 @@ from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, 
 from lightning_hybrid.planner.measured.correct_by_run import corrected
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import PlanLayout
-from lightning_hybrid.planner.report.plan_tables import ranked_lines
-from lightning_hybrid.planner.report.planned_run import PlannedRun
+from lightning_hybrid.planner.report.planned_run import PlannedRun, ranked_lines
 from lightning_hybrid.planner.search.layout_options import fixed_fields, strategy_options
 from lightning_hybrid.planner.search.plans_and_rejections import SearchResult
 from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts

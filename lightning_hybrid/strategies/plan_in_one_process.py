@@ -27,12 +27,12 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.standins.absent_tensors import drop
 from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
-from lightning_hybrid.strategies.description.memory_of_stages import (
+from lightning_hybrid.strategies.description.stage_memory import (
     memory_of_ranks,
     memory_of_stages,
     without_techniques,
 )
-from lightning_hybrid.strategies.description.run_start_table import describe_run, describe_techniques
+from lightning_hybrid.strategies.description.start_table import describe_run, describe_techniques
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 from lightning_hybrid.strategies.logs.announce_long_phases import phase, phases_reported_to

@@ -100,12 +100,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
 
 
 def _layers(module: nn.Module, lists: Collection[nn.Module]) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``, and its FQN.
-
-    Args:
-        module: The user's module.
-        lists: Of experts, which are no layers.
-    """
+    """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``, and its FQN."""
     found, part_of = dict[str, nn.Module](), dict[str, str]()
     most = num_elements(module) / _STAGES
     for name, layer in find_layers(dict(module.named_children()), lists).items():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_hybrid.text import columns
 from lightning_hybrid.verify.records.record_comparison import Difference
 
 Outcome = Literal["same", "refused", "different", "failed"]
@@ -58,24 +58,13 @@ class Report:
         return self.outcome == "same" or (self.outcome == "refused" and not strict)
 
 
-def table(reports: list[Report], *, width: int = 120) -> str:
-    """Format all reports as a table of ``width`` characters; with rich if it is installed, as plain text otherwise."""
-    rows = [[r.layout, _outcome(r), _batch(r), str(r.steps), _rounding(r), r.message] for r in reports]
-    heads = ["layout", "outcome", "batch", "steps", "rounding", "why"]
+def table(reports: list[Report]) -> str:
+    """Format all reports as a table."""
+    rows = [["layout", "outcome", "batch", "steps", "rounding", "why"]]
+    rows += [[r.layout, _outcome(r), _batch(r), str(r.steps), _rounding(r), r.message] for r in reports]
     if not any(report.message for report in reports):
-        heads, rows = heads[:-1], [row[:-1] for row in rows]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return _plain(heads, rows)
-    drawn = Table(*heads)
-    for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(drawn)
-    return out.getvalue().rstrip()
+        return "\n".join(columns([row[:-1] for row in rows]))
+    return "\n".join(columns(rows, wrapped=5))
 
 
 def _outcome(report: Report) -> str:
@@ -94,9 +83,3 @@ def _rounding(report: Report) -> str:
     if not report.steps or report.outcome != "same":
         return ""
     return f"{report.largest:.1g}, limit {report.limit:.1g}" if report.limit else "none"
-
-
-def _plain(heads: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(line[column]) for line in [heads, *rows]) for column in range(len(heads))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows]]
-    return "\n".join(line.rstrip() for line in lines)

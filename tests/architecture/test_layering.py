@@ -13,11 +13,11 @@ MAX_LINES, MAX_FUNCTION, MAX_STRATEGY = 500, 60, 300
 
 # Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
 FLOORS = [
-    {"errors", "soft_failures"},
+    {"errors", "soft_failures", "text"},
     {"layout", "version", "namespace"},
     {"schedule", "graph"},
     {"planner"},
-    {"shared_memory", "patching", "optim", "gloo_via_host"},
+    {"shared_memory", "patching", "optim", "gloo_via_host", "host_copies"},
     {"mesh", "step", "step/objects"},
     {"randomness", "step/standins"},
     {"collectives", "equivalence", "gradient_compression", "step/deferred_init", "step/module_state"},

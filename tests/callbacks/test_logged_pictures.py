@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_hybrid.callbacks import write_and_log_pictures
-from lightning_hybrid.callbacks.write_and_log_pictures import figure_of, log_picture, write_picture
+from lightning_hybrid.callbacks import pictures as write_and_log_pictures
+from lightning_hybrid.callbacks.pictures import figure_of, log_picture, write_picture
 from lightning_hybrid.schedule import MemorySample, chain, make_schedule, memory_to_svg, simulate, to_svg
 
 TIMELINE = simulate(make_schedule("1f1b", 2, 4), chain(2), forward_seconds=1.0, backward_seconds=2.0)

@@ -19,9 +19,9 @@ from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint import write_checkpoint_folder as writing
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
+from lightning_hybrid.checkpoint.inspect_checkpoint import problems
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder, _Index
-from lightning_hybrid.checkpoint.verify_checkpoint import covered, problems
-from lightning_hybrid.checkpoint.write_checkpoint_folder import prepare
+from lightning_hybrid.checkpoint.write_checkpoint_folder import covered, prepare
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.errors import CheckpointError, IncompleteCheckpoint
 

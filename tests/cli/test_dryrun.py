@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_hybrid.cli import main
-from lightning_hybrid.cli.dryrun.command import chosen_ranks
+from lightning_hybrid.cli.dryrun import chosen_ranks
 from lightning_hybrid.layout import ParallelLayout
 
 CLASSES = "models.command_line_classes"
@@ -152,7 +152,7 @@ def test_text_of_many_ranks_is_a_table(capsys):
         (["--layout", "dp=2", "--rank", "x"], "'x' is no number, no range"),
         (["--layout", "dp=2", "--rank", "1-0"], "1-0 has no ranks; write the smaller one first"),
         (["--layout", "dp=1024", "--rank", "all"], "1024 ranks are more than 512"),
-        (["--layout", "dp=2", "--num-nodes", "0"], "--num-nodes=0; use 1 or more"),
+        (["--layout", "dp=2", "--num-nodes", "0"], "--num-nodes 0; use 1 or more"),
     ],
 )
 def test_impossible_worlds(capsys, arguments, message):

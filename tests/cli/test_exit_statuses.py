@@ -12,7 +12,7 @@ import torch
 
 from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_folder
 from lightning_hybrid.cli import main
-from lightning_hybrid.cli.progress_bar import Progress
+from lightning_hybrid.cli.progress import Progress
 
 CLASSES = "tests/models/command_line_classes.py"
 STACK = f"{CLASSES}:Stack"

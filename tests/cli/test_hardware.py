@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from lightning_hybrid.cli import main
-from lightning_hybrid.cli.hardware import measure_machine as measurement
+from lightning_hybrid.cli import measure as measurement
+from lightning_hybrid.cli.hardware import hardware_to_toml
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, load_hardware, preset_names
-from lightning_hybrid.planner.hardware.write_hardware import hardware_to_toml
 
 
 def test_list_has_a_row_for_each_preset(capsys):

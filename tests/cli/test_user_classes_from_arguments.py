@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from lightning_hybrid.cli import main
-from lightning_hybrid.cli.exit_status_and_json_output import UsageError
-from lightning_hybrid.cli.module_and_data_from_cli import ConfiguredRun
-from lightning_hybrid.cli.trainer_config import trainer_config
-from lightning_hybrid.cli.user_classes_from_arguments import load_target, split_class_flags
+from lightning_hybrid.cli.classes import ConfiguredRun, load_target, split_class_flags
+from lightning_hybrid.cli.command import UsageError
+from lightning_hybrid.cli.config import trainer_config
 from lightning_hybrid.cli.verify import layout_of
 
 CLASSES = "tests/models/command_line_classes.py"

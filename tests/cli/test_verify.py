@@ -73,7 +73,7 @@ def test_command_reports_a_refusal(capfd):
 
 def test_no_step_is_no_count(capsys):
     assert main(["verify", "x:Y", "--steps", "0"]) == 2
-    assert "--steps=0" in capsys.readouterr().err
+    assert "--steps 0" in capsys.readouterr().err
 
 
 OUTCOMES = {"pp=2": "same", "pp=3": "refused", "pp=4": "different", "pp=5": "failed"}

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations, Moving
-from lightning_hybrid.memory.saved_activations.offload_to_files import ActivationFile
-from lightning_hybrid.memory.saved_activations.offload_to_host_memory import HostMemory
-from lightning_hybrid.memory.saved_activations.requested_techniques import Compression
+from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
+from lightning_hybrid.memory.saved_activations.places import ActivationFile, HostMemory
+from lightning_hybrid.memory.saved_activations.requests import Compression
 
 pytestmark = [
     pytest.mark.gpu,

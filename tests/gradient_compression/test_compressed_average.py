@@ -10,11 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from harness.reducer_steps import mean_over_ranks
 from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
-from lightning_hybrid.gradient_compression.low_precision import LowPrecision
 from lightning_hybrid.gradient_compression.method import Traffic
 from lightning_hybrid.gradient_compression.power_sgd import PowerSGD
-from lightning_hybrid.gradient_compression.quantized import Int8, OneBit
-from lightning_hybrid.gradient_compression.top_k import TopK
+from lightning_hybrid.gradient_compression.quantized import Int8, LowPrecision, OneBit, TopK
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 
 SHAPES = {"a": (24, 16), "b": (24,), "c": (16, 3, 8), "d": (4, 2), "e": (24, 16)}

@@ -11,7 +11,7 @@ from torch import nn
 from harness.live_storages import LiveStorages
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
-from lightning_hybrid.memory.budget.byte_sizes import Budget, format_budget, parse_budget
+from lightning_hybrid.memory.budget.byte_sizes import Budget, parse_budget
 from lightning_hybrid.memory.budget.kept_results import choose_results
 from lightning_hybrid.memory.budget.live_bytes import LiveBytes
 from lightning_hybrid.memory.budget.operations_or_layers import BudgetedOperationsOrLayers
@@ -140,7 +140,7 @@ def test_a_budget_below_the_floor_names_it():
     trained = Trained(budget=100_000)
     with pytest.raises(RecomputeError, match=r"at least [\d,]+ bytes .* the peak is .* of \.[0-5], ") as refused:
         trained.profiled_step()
-    assert "allows 100,000 bytes (97.7 KiB)" in str(refused.value) and "zero_stage=3" in str(refused.value)
+    assert "allows 100,000 bytes" in str(refused.value) and "zero_stage=3" in str(refused.value)
     trained.layers.close()
 
 
@@ -265,4 +265,3 @@ def test_spellings():
     assert parse_budget("50%") == Budget(share=0.5)
     for other in ("6", "0GiB", "0%", "101%", "GiB", "6gib", "-1GB", "full", 0.5, 6, None):
         assert parse_budget(other) is None
-    assert format_budget(999) == "999 bytes" and format_budget(6 * 2**30) == "6,442,450,944 bytes (6 GiB)"

@@ -25,7 +25,7 @@ from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_fli
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
-from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages, places_of
+from lightning_hybrid.strategies.description.stage_memory import memory_of_ranks, memory_of_stages, places_of
 from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
 from lightning_hybrid.strategies.techniques.zero import Zero
 

@@ -164,7 +164,7 @@ def test_full_disk_leaves_states_in_memory(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OffloadError, match=r"MiB are free there .*No space left"):
+    with monkeypatch.context() as patch, pytest.raises(OffloadError, match=r"B are free there .*No space left"):
         patch.setattr(os, "posix_fallocate", full)
         descend(*offloaded, 1)
     expected = descend(*plain, 3)

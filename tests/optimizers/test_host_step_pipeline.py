@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ class Copies:
         self.arrive = threading.Event()
         self.arrive.set()
 
-    def to_host(self, tensors):
-        return [tensor.clone() for tensor in tensors], self.arrive.wait
+    def to_host(self, tensors, *, may_be_freed):
+        return [tensor.clone() for tensor in tensors], SimpleNamespace(synchronize=self.arrive.wait)
 
-    def to_device(self, pairs):
+    def into(self, pairs):
         for target, source in pairs:
             target.copy_(source)
 

@@ -226,7 +226,7 @@ def test_full_disk_is_reported_before_any_change(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OffloadError, match=r"MiB are free there .*No space left.*name another folder"):
+    with pytest.raises(OffloadError, match=r"B are free there .*No space left.*name another folder"):
         StateFile(str(tmp_path), [2**20])
 
 

@@ -8,8 +8,7 @@ import pytest
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
-from lightning_hybrid.planner.time.bubble_seconds import bubble_seconds
-from lightning_hybrid.planner.time.predict_time import predict_time
+from lightning_hybrid.planner.time.predict_time import bubble_seconds, predict_time
 from lightning_hybrid.planner.time.program_seconds import StageSeconds, program_seconds
 from lightning_hybrid.schedule import Kind, chain, make_schedule
 from lightning_hybrid.schedule.simulator import replay

@@ -7,9 +7,8 @@ import pytest
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
-from lightning_hybrid.planner.time.collective_seconds import message_seconds
 from lightning_hybrid.planner.time.place_of_ranks import RankGroup, group_of_axis, group_of_two_axes
-from lightning_hybrid.planner.time.predict_time import predict_time
+from lightning_hybrid.planner.time.predict_time import message_seconds, predict_time
 
 
 def enumerated(size, stride, node, ranks):

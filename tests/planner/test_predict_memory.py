@@ -6,8 +6,7 @@ import pytest
 
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.memory.in_flight_by_rank import in_flight_by_rank
-from lightning_hybrid.planner.memory.predict_memory import predict_memory
+from lightning_hybrid.planner.memory.predict_memory import in_flight_by_rank, predict_memory
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.schedule.schedule_and_actions import Kind
@@ -111,7 +110,7 @@ def test_gradients_that_are_reduced_in_each_microbatch_need_no_bucket():
 
 
 def test_schedules_of_many_ranks_are_not_generated(monkeypatch):
-    monkeypatch.setattr("lightning_hybrid.planner.memory.in_flight_by_rank.make_schedule", None)
+    monkeypatch.setattr("lightning_hybrid.planner.memory.predict_memory.make_schedule", None)
     for name in SCHEDULE_NAMES:
         assert len(in_flight_by_rank(name, 1000, 5000, stages_of_each_rank(name, 1))) == 1000
 

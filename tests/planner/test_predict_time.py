@@ -11,15 +11,15 @@ from lightning_hybrid.planner.costs.layer_costs import Product
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
-from lightning_hybrid.planner.time.collective_seconds import (
-    Shares,
-    all_reduce_seconds,
-    gather_seconds,
-)
 from lightning_hybrid.planner.time.efficiency_constants import CONSTANTS
 from lightning_hybrid.planner.time.layer_seconds import product_seconds
 from lightning_hybrid.planner.time.place_of_ranks import RankGroup, group_of_axis
-from lightning_hybrid.planner.time.predict_time import predict_time
+from lightning_hybrid.planner.time.predict_time import (
+    Shares,
+    all_reduce_seconds,
+    gather_seconds,
+    predict_time,
+)
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 A100, H100 = load_hardware("a100-80"), load_hardware("h100")

@@ -1,6 +1,7 @@
 """Optimizer steps in float32 on bfloat16 parameters, in one process: a hand-written loop, states, and refusals."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -287,10 +288,10 @@ def test_optimizers_that_run_the_training_step_otherwise_are_refused(in_float32,
 class HostCopies:
     """Copies within the host, in place of a GPU's."""
 
-    def to_host(self, tensors):
-        return [tensor.clone() for tensor in tensors], lambda: None
+    def to_host(self, tensors, *, may_be_freed):
+        return [tensor.clone() for tensor in tensors], SimpleNamespace(synchronize=lambda: None)
 
-    def to_device(self, pairs):
+    def into(self, pairs):
         for target, source in pairs:
             target.copy_(source)
 

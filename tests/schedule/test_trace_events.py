@@ -68,8 +68,8 @@ def test_memory_is_drawn_to_one_scale():
     samples = [MemorySample(0, 1.0, 2**20), MemorySample(0, 3.0, 3 * 2**20), MemorySample(1, 2.0, 2 * 2**20)]
     root = ElementTree.fromstring(memory_to_svg(samples, 2, kind="memory of <tensors>", columns=COLUMNS))
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"largest 3 MiB", "1 MiB to 3 MiB", "2 MiB to 2 MiB", "rank", "4", "6"} <= set(texts)
-    assert any("memory of <tensors>; a lane is 1 MiB at its bottom and 3 MiB at its top" in text for text in texts)
+    assert {"largest 3.15 MB", "1.05 MB to 3.15 MB", "2.1 MB to 2.1 MB", "rank", "4", "6"} <= set(texts)
+    assert any("memory of <tensors>; a lane is 1.05 MB at its bottom and 3.15 MB at its top" in text for text in texts)
     areas = [polygon.get("points").split() for polygon in root.iter("{http://www.w3.org/2000/svg}polygon")]
     heights = [[float(point.split(",")[1]) for point in points] for points in areas]
     lanes = [float(r.get("y")) for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("rx") == "3"]

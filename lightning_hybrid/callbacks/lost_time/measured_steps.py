@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hybrid.callbacks.gather_action_times_of_ranks import MeasuredStep
+from lightning_hybrid.callbacks.action_times import MeasuredStep
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.schedule import Kind, Schedule, Timeline, chain
 from lightning_hybrid.schedule.measured.learned_seconds import MeasuredCut, learned_seconds
@@ -27,6 +27,7 @@ from lightning_hybrid.schedule.measured.stage_seconds import (
     seconds_of_stages,
     unit_ranges,
 )
+from lightning_hybrid.text import columns
 
 _MOST_STEPS = 100  # the latest ones; each has the times of all its actions
 
@@ -247,17 +248,10 @@ def table_of(step: AnalyzedStep, count: int) -> list[str]:
     rows.append(["share", *(f"{getattr(total, name) / share:.1%}" for name in names)])
     for rank, row in zip(step.columns["rank"], step.lost.ranks, strict=True):
         rows.append([f"rank {rank}", *(f"{1000 * getattr(row, name):.1f}" for name in names)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         f"step {step.step}{of} took {1000 * total.step_seconds:.1f} ms; the largest loss is {largest},"
         f" {1000 * getattr(total, largest):.1f} ms ({getattr(total, largest) / share:.1%})",
-        *(
-            "  ".join(
-                cell.ljust(width) if not i else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ),
+        *columns(rows, right=1),
     ]
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
-from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression
 from lightning_hybrid.soft_failures import only_informs
 
 

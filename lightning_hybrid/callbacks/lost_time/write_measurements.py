@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
 from lightning_hybrid.layout import AXES
+from lightning_hybrid.planner.hardware.hardware import processor_name
 from lightning_hybrid.planner.search.layout_options import LAYOUT_OPTIONS
 from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, save_measured_costs
 from lightning_hybrid.schedule.measured.propose_cuts import present_cuts
@@ -83,7 +82,7 @@ def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **m
     is_cuda = device.type == "cuda"
     return MeasuredCosts(
         hardware={
-            "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
+            "device": torch.cuda.get_device_name(device) if is_cuda else processor_name(),
             "device_type": device.type,
             "num_hosts": trainer.num_nodes,
         },
@@ -117,11 +116,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:  # not on Linux
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()

@@ -10,12 +10,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
-from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
-from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.callbacks.monitors.series import Series, keep_series
+from lightning_hybrid.callbacks.pictures import log_picture, plot_path, save_plot
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _MUTED, _NOISE, _RATE, _GOODPUT = "#222222", "#777777", "#4c78a8", "#b8b0ac", "#54a24b"
 
 
@@ -79,9 +78,7 @@ class GoodputMonitor(GradientNoise):
         self, path: str | Path | None = None, *, base_batch_size: int | None = None, smoothing: float | None = None
     ) -> None:
         super().__init__(smoothing=smoothing)
-        self.path = None if path is None else Path(path)
-        if self.path is not None and self.path.suffix not in _SUFFIXES:
-            raise ValueError(f"path={str(path)!r} must end in {', '.join(_SUFFIXES)}; set path='goodput.png'")
+        self.path = None if path is None else plot_path(path, "goodput.png")
         if base_batch_size is not None and base_batch_size < 1:
             raise ValueError(f"base_batch_size={base_batch_size} must be at least 1")
         self.base_batch_size = base_batch_size
@@ -173,10 +170,7 @@ class GoodputMonitor(GradientNoise):
         if self.path is None:
             log_picture(trainer.loggers, "goodput", lambda: _draw(rows), trainer.global_step)
             return
-        figure = _draw(rows)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(self.path)
-        log_picture(trainer.loggers, "goodput", lambda: figure, trainer.global_step)
+        save_plot(_draw(rows), self.path, trainer.loggers, "goodput", trainer.global_step)
 
 
 def _draw(rows: list[GoodputRow]) -> Any:

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.callbacks.monitors.draw_rank_memory import draw_rank_memory, memory_table
-from lightning_hybrid.callbacks.monitors.explain_out_of_memory import explain_out_of_memory
-from lightning_hybrid.callbacks.monitors.gather_rows import gather_rows
-from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter, bytes_by_kind, find_holders
-from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
-from lightning_hybrid.errors import is_out_of_memory
+from lightning_hybrid.callbacks.monitors.memory_of_tensors import Holder, PeakMeter, bytes_by_kind, find_holders
+from lightning_hybrid.callbacks.monitors.series import Series, gather_rows, keep_series
+from lightning_hybrid.callbacks.pictures import check_counts, log_picture, plot_path, save_plot
+from lightning_hybrid.errors import causes_of, is_out_of_memory
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.text import sized
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 MEASURED = ("parameters", "gradients", "optimizer_states", "rest", "peak")
 _UNKNOWN, _WHAT = -1, "MemoryMonitor"
 PREDICTED = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
+_BARS = {
+    "parameters": "#4c78a8",
+    "gradients": "#f58518",
+    "optimizer_states": "#54a24b",
+    "rest": "#b8b0ac",
+}
+_INK, _MUTED = "#222222", "#777777"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_ADVICE = (
+    'what takes less memory: recompute="full" for activations, more num_microbatches with stages, zero_stage=3 for'
+    ' parameters, gradients and states, offload="cpu"; lightning-hybrid explain predicts a layout'
+)
 
 
 class MemoryMonitor(Callback):
@@ -68,15 +79,9 @@ class MemoryMonitor(Callback):
         num_largest: int = 5,
         folder: str | Path | None = None,
     ) -> None:
-        self.path = None if path is None else Path(path)
-        if self.path is not None and self.path.suffix not in _SUFFIXES:
-            raise ValueError(f"path={str(path)!r} must end in {', '.join(_SUFFIXES)}; set path='memory.png'")
-        numbers = {"step": step, "num_largest": num_largest}
-        for name, value in (numbers if every_n_steps is None else numbers | {"every_n_steps": every_n_steps}).items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} must be an int")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        self.path = None if path is None else plot_path(path, "memory.png")
+        check_counts(step=step, num_largest=num_largest)
+        check_counts(**({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
         self.step, self.every_n_steps, self.num_largest = step, every_n_steps, num_largest
         self.folder = None if folder is None else Path(folder)
         self.measured: list[dict[str, int]] = []
@@ -190,9 +195,7 @@ class MemoryMonitor(Callback):
             return
         figure = draw_rank_memory(self.measured, step)
         path = self.path if self.every_n_steps is None else self.path.with_stem(f"{self.path.stem}-{step}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        log_picture(trainer.loggers, "memory", lambda: figure, step)
+        save_plot(figure, path, trainer.loggers, "memory", step)
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
@@ -224,3 +227,103 @@ class MemoryMonitor(Callback):
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
         except Exception as further:  # the user must see the first error
             add_error_note(exception, f"MemoryMonitor could not explain it: {type(further).__name__}: {further}")
+
+
+def memory_table(ranks: Sequence[Mapping[str, int]], step: int) -> str:
+    """Return a row for each rank: measured bytes by kind, the peak, and the predicted peak where it is known."""
+    lines = [f"memory of tensors in step {step}, by rank:"]
+    for number, rank in enumerate(ranks):
+        terms = ", ".join(f"{kind.replace('_', ' ')} {sized(rank[kind])}" for kind in _BARS)
+        predicted = rank["predicted_total"]
+        beside = f" ({sized(predicted)} predicted)" if predicted >= 0 else ""
+        lines.append(f"  {number}: peak {sized(rank['peak'])}{beside} = {terms}")
+    return "\n".join(lines)
+
+
+def draw_rank_memory(ranks: Sequence[Mapping[str, int]], step: int) -> Any:
+    """Draw a stacked bar for each rank, with a mark at the predicted peak; returns a matplotlib figure.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 1.6 + 0.42 * len(ranks)), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    positions = list(range(len(ranks)))
+    largest = max(max(rank["peak"], rank["predicted_total"]) for rank in ranks)
+    unit = max(index for index in range(len(_UNITS)) if index == 0 or largest >= 1024**index)
+    left = [0.0] * len(ranks)
+    for kind, colour in _BARS.items():
+        sizes = [rank[kind] / 1024**unit for rank in ranks]
+        axes.barh(positions, sizes, left=left, color=colour, height=0.7, label=kind.replace("_", " "))
+        left = [begin + size for begin, size in zip(left, sizes, strict=True)]
+    known = [(rank["predicted_total"] / 1024**unit, y) for y, rank in enumerate(ranks) if rank["predicted_total"] >= 0]
+    for number, (x, y) in enumerate(known):
+        axes.plot([x, x], [y - 0.42, y + 0.42], color=_INK, linewidth=1.6, label=None if number else "predicted peak")
+    axes.set_yticks(positions, [f"rank {position}" for position in positions])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{_UNITS[unit]} of tensors in step {step}, at the peak", color=_MUTED)
+    axes.tick_params(length=0, labelsize=9, labelcolor=_MUTED)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside upper left", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def explain_out_of_memory(
+    error: BaseException,
+    module: nn.Module,
+    holders: Sequence[Holder],
+    *,
+    rank: int,
+    predicted: RankMemory | None,
+    saved_by_layer: Mapping[str, int],
+    num_largest: int,
+) -> str:
+    """Describe what holds memory on this rank when an allocation has failed.
+
+    Args:
+        error: With its traceback.
+        module: The user's module.
+        holders: Parameters, gradients and optimizer states on this rank's device.
+        rank: Global rank.
+        predicted: Memory of this rank by its plan, if it is known.
+        saved_by_layer: Bytes that each layer saves for the backward of one microbatch, where the step is recorded.
+        num_largest: How many of each kind to name.
+    """
+    sums = bytes_by_kind(holders)
+    lines = [f"out of memory on rank {rank}{_location(error, module)}; tensors that it holds:"]
+    known = {} if predicted is None else {kind: getattr(predicted, kind) for kind in sums}
+    for kind, size in sums.items():
+        beside = f" ({sized(known[kind])} predicted)" if known.get(kind) is not None else ""
+        lines.append(f"  {kind.replace('_', ' ')} {sized(size)}{beside}")
+        largest = sorted((h for h in holders if h.kind == kind), key=lambda h: -h.nbytes)[:num_largest]
+        lines += [f"    {holder.name} {sized(holder.nbytes)}" for holder in largest]
+    if predicted is not None and predicted.activations is not None:
+        lines.append(f"  activations {sized(predicted.activations)} predicted, of all microbatches in flight")
+    if saved_by_layer:
+        lines.append("  saved for the backward of one microbatch, without recomputation, by layer:")
+        largest_layers = sorted(saved_by_layer.items(), key=lambda item: -item[1])[:num_largest]
+        lines += [f"    {name} {sized(size)}" for name, size in largest_layers]
+    return "\n".join([*lines, _ADVICE])
+
+
+def _location(error: BaseException, module: nn.Module) -> str:
+    """The innermost module of the user whose code was running."""
+    names = {id(child): name for name, child in module.named_modules()}
+    found = ""
+    for each in causes_of(error):
+        for frame, line in _frames(each.__traceback__):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in names:
+                name = names[id(owner)] or type(owner).__name__
+                found = f", in {name} ({frame.f_code.co_filename}:{line})"
+        if found:
+            break
+    return found
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next

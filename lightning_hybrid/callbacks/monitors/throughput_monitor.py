@@ -15,15 +15,15 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.callbacks.monitors.count_sent_bytes import AXIS_NAMES, SentBytes
-from lightning_hybrid.callbacks.monitors.count_step_flops import StepFlopCounter
-from lightning_hybrid.callbacks.monitors.gather_rows import gather_rows
-from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
-from lightning_hybrid.patching import around
+from lightning_hybrid.callbacks.monitors.sent_bytes import AXIS_NAMES, SentBytes
+from lightning_hybrid.callbacks.monitors.series import Series, gather_rows, keep_series
+from lightning_hybrid.patching import around, around_method
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.count_flops_bytes_and_draws import flops_of_kernel
 
 _RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec", "flops_per_sec")
 _WHAT = "ThroughputMonitor"
@@ -270,3 +270,45 @@ def _tokens_of(batch: Any) -> int | None:
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in (torch.int32, torch.int64):
             return leaf.numel()
     return None
+
+
+# FLOPs of a training step, counted while the step of the user runs on this rank.
+# Only the forward is counted as it runs; the FLOPs of its backward follow from the operands that require a gradient. So
+# layers that are recomputed in the backward count once, as the definition of MFU has it (Chowdhery et al., "PaLM",
+# arXiv 2204.02311, appendix B).
+
+
+class StepFlopCounter(TorchDispatchMode):
+    """Counts the FLOPs of forwards that run inside, and of their backwards; not the kernels of a backward itself.
+
+    Attributes:
+        flops: So far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+        self._undo: Callable[[], None] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a kernel, and count it if no backward runs it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            self.flops += sum(flops_of_kernel(func, args, kwargs, out))
+        return out
+
+    def start(self, module: LightningModule) -> None:
+        """Count the training steps of a module from now on; compiled layers run without compilation."""
+        self._undo = around_method(module, "training_step", self._run, reason="counts FLOPs")
+
+    def stop(self) -> None:
+        """Count no further steps."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
+
+    def _run(self, module: Any, run: Callable[[], Any]) -> Any:
+        del module
+        with torch.compiler.set_stance("force_eager"), self:
+            return run()

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import FoundExperts
+from lightning_hybrid.text import spanned
 
 
 def describe_experts(found: FoundExperts, size: int, tensor_size: int) -> str:
-    """Describes which experts are sharded and which are not, one line per kind of module.
-
-    Args:
-        found: Experts of the user's module.
-        size: Number of expert-parallel ranks.
-        tensor_size: Number of tensor ranks.
-    """
+    """Describes which experts are sharded and which are not, one line per kind of module."""
     by_kind: dict[tuple[str, int], list[str]] = {}
     for fqn, adapter in found.adapters.items():
         by_kind.setdefault((adapter.what, adapter.num_experts), []).append(fqn)
     lines = [
-        f"{_listed(fqns)}: {number} experts, {number // size} on each of {size} ranks ({what})"
+        f"{spanned(fqns)}: {number} experts, {number // size} on each of {size} ranks ({what})"
         for (what, number), fqns in by_kind.items()
     ]
     lines += [f"{fqns}: experts are replicated on every rank, {reason}" for fqns, reason in by_reason(found.replicated)]
@@ -40,8 +35,4 @@ def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     groups: dict[str, list[str]] = {}
     for fqn, reason in reasons.items():
         groups.setdefault(reason, []).append(fqn)
-    return [(_listed(fqns), reason) for reason, fqns in groups.items()]
-
-
-def _listed(fqns: list[str]) -> str:
-    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
+    return [(spanned(fqns), reason) for reason, fqns in groups.items()]

@@ -303,16 +303,7 @@ def _run_with_one_expert(
 def _run_without_experts(
     experts: Mapping[str, nn.Module], columns: int, fill: float, forward: Forward, call: Call, others: list[nn.Module]
 ) -> tuple[dict[str, int], Any]:
-    """The rows of each expert of a block on random values, and the block's result, if all results of experts are equal.
-
-    Args:
-        experts: By name.
-        columns: Of their results.
-        fill: The elements of these.
-        forward: The block's.
-        call: Its arguments.
-        others: Modules that get random values.
-    """
+    """The rows of each expert of a block on random values, and its result, if all results of experts are equal."""
     called: dict[str, int] = {}
 
     def result(rows: Tensor) -> Tensor:

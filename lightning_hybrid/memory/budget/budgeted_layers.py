@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.budget.byte_sizes import format_budget
 from lightning_hybrid.memory.budget.kept_results import Choice, choices_of
 from lightning_hybrid.memory.budget.layer_choices import Solution, program_of
 from lightning_hybrid.memory.budget.layer_structure import LayerStructure, structure_of
@@ -227,8 +226,8 @@ class BudgetedLayers(SelectiveCheckpointing):
             "optimizer": "in the step of the optimizer",
         }.get(kind or "", "before the first layer")
         return (
-            f"{self._name} allows {format_budget(budget)} on this rank, and at least {format_budget(lowest.peak)} are"
-            f" needed, even if all layers are recomputed: the peak is {where}, and {format_budget(self._before)} of it"
+            f"{self._name} allows {budget:,.0f} bytes on this rank, and at least {lowest.peak:,.0f} bytes are"
+            f" needed, even if all layers are recomputed: the peak is {where}, and {self._before:,.0f} bytes of it"
             " are parameters, gradients and optimizer states that are there between steps; allow at least the number"
             " of bytes that is needed, or reduce it by more microbatches, zero_stage=3, or more stages or tensor ranks"
         )

@@ -18,18 +18,12 @@ from torch import Tensor
 from lightning_hybrid.memory.chunked_loss.loss_in_chunks import Autocast, RowLoss, RowOp
 from lightning_hybrid.memory.chunked_loss.rules_for_lazy_logits import rule_of
 from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
+from lightning_hybrid.step.objects.op_names import METADATA
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
 
 # Reads that need no content.
-_METADATA = frozenset(
-    {
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "itemsize", "names", "_version", "grad_fn",
-        "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn",
-        "is_leaf", "size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device",
-        "is_floating_point", "is_complex", "is_contiguous", "stride", "__hash__",
-    }
-)  # fmt: skip
+_METADATA = METADATA | {"grad_fn", "is_leaf", "__hash__"}
 
 
 class OutputHead(Protocol):

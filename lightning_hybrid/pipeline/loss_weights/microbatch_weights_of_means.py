@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import is_same, rounded_as
 from lightning_hybrid.pipeline.loss_weights.compare_gradients import trained_without_draws
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
@@ -31,20 +31,18 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     without_last_sample,
 )
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
-from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
+from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share, count, labels_of, picked_rows
 from lightning_hybrid.step.batch_means.recognise_sums_over_samples import is_sum_over_samples, matching_values
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.replay.count_mean_denominators import DenominatorReplay
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageReplay
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 _MAX_CACHED = 512
 _EQUAL = 1e-12
 _IGNORED = frozenset({-100})  # torch's default ``ignore_index``
-
 MeanWeights = Sequence[Mapping[int, Share]]
 
 
@@ -372,3 +370,55 @@ def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[in
         return frozenset()
     pairs = matching_values(part, full)
     return frozenset(node for node in divisions if is_sum_over_samples(full.nodes[node].inputs[0], part, full, pairs))
+
+
+class DenominatorReplay(StageReplay):
+    """A stage without operations; counts the elements, rows or labels of each mean.
+
+    Attributes:
+        counts: Denominators of the latest run, by node index.
+        labels: Number of labels of a node if they are a tensor of the batch, and the ignored label, by node index.
+        memory: ``storage_id`` of the tensors in the batch; set before a run.
+    """
+
+    counts: dict[int, Tensor | float]
+    labels: dict[int, tuple[int, int]]
+    memory: frozenset[int]
+
+    def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
+        """Create a function mode that counts; ``received`` are tensors of other stages by index, of any shapes."""
+        return _DenominatorWatch(self, received, parameters)
+
+
+class _DenominatorWatch(ReplayWatch):
+    """Skips every event, and counts before."""
+
+    def __init__(self, replay: DenominatorReplay, *rest: Any) -> None:
+        super().__init__(replay, *rest)
+        self._replay = replay
+        replay.counts, replay.labels = {}, {}
+        # Row counts of values whose size depends on the content of the batch.
+        self._rows: dict[int, Tensor | float] = {}
+        self._call: tuple[Any, Any] = (), {}
+
+    def event(self, name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]) -> Any:
+        self._call = args, kwargs
+        return super().event(name, run, args, kwargs, owned)
+
+    def _skip(self, node: Node, leaves: list[Any]) -> Any:
+        args, kwargs = self._call
+        rows: Tensor | float | None = picked_rows(node.name, args, kwargs, self.is_model_value)
+        if rows is None:
+            rows = next((self._rows[value] for value in node.inputs if value in self._rows), None)
+        found = rows if node.averages == "rows" else None
+        if node.averages not in ("", "inverse", "sum", "rows"):
+            found = count(node.averages, node.name, args, kwargs, self.is_model_value)
+        if found is not None:
+            self._replay.counts[node.index] = found
+        if node.averages == "classes" and (found_labels := labels_of(node.name, args, kwargs)) is not None:
+            labels, ignored = found_labels
+            if storage_id(labels) in self._replay.memory:
+                self._replay.labels[node.index] = labels.numel(), ignored
+        if rows is not None:
+            self._rows.update((value, rows) for value in node.outputs if self._values[value].shape)
+        return super()._skip(node, leaves)

@@ -58,12 +58,6 @@ def common_number(sets: Iterable[ExpertSet]) -> int:
 
 
 def parameters_of(sets: Iterable[ExpertSet], shapes: Mapping[str, tuple[int, ...]], among: Collection[str]) -> int:
-    """Return how many parameters the experts have, of those named in ``among``.
-
-    Args:
-        sets: The experts.
-        shapes: Shape of each parameter, by FQN.
-        among: FQNs.
-    """
+    """Return how many parameters the experts have, of those named in ``among``."""
     names = {name for each in sets for name in each.parameters} & set(among)
     return sum(math.prod(shapes[name]) for name in names if name in shapes)

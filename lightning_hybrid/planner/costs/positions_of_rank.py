@@ -9,12 +9,7 @@ from lightning_hybrid.planner.plan_layout import PlanLayout
 
 
 def layout_of_layer(layer: LayerCosts, layout: PlanLayout) -> PlanLayout:
-    """Return the layout by whose sizes the layer's rows and activations are divided.
-
-    Args:
-        layer: Of the model.
-        layout: Of the run.
-    """
+    """Return the layout by whose sizes the layer's rows and activations are divided."""
     if layer.has_full_positions and layout.context > 1:
         return dataclasses.replace(layout, context=1)
     return layout

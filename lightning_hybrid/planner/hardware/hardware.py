@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
+import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -163,3 +165,12 @@ def _is_point(point: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def processor_name() -> str:
+    """Return the name of the processor of this host."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not on Linux
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()

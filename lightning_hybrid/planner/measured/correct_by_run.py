@@ -17,11 +17,11 @@ from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedTime
 from lightning_hybrid.planner.search.layout_options import layout_from_options, spelled
-from lightning_hybrid.planner.search.plans_and_rejections import duration, gigabytes
 from lightning_hybrid.planner.search.search_layouts import cluster_of
 from lightning_hybrid.planner.time.predict_time import predict_time
 from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
 from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, load_measured_costs
+from lightning_hybrid.text import counted, sized, timed
 
 FIRST_STEPS = 3  # of a run, which are slower than the others: lazy states, caches, compilation
 FEWEST_STEPS = 3  # whose spread is known
@@ -187,9 +187,9 @@ def _correction(
         correction = dataclasses.replace(correction, spread=spread)
     of_memory, about_memory = _of_memory(memory.tensors, max(measured.peak_memory, default=0))
     correction = dataclasses.replace(correction, memory=of_memory)
-    count = f"{len(steps)} steps" if len(steps) > 1 else "1 step"
     words = (
-        f"{duration(step.step_seconds)} of a step (median of {count}) against {duration(predicted.seconds)} predicted,"
+        f"{timed(step.step_seconds)} of a step (median of {counted(len(steps), 'step')}) against"
+        f" {timed(predicted.seconds)} predicted,"
         f" {spelled(layout)}; {_words(correction)}{about_memory}"
     )
     return correction, words
@@ -199,11 +199,11 @@ def _of_memory(predicted: float, peak: float) -> tuple[LinearCorrection | None, 
     """Return the correction of bytes of tensors, and its words; None where they were not measured, or are too few."""
     if not peak:
         return None, "; memory was not measured, as MemoryMonitor does"
-    both = f"{gigabytes(peak)} of tensors measured against {gigabytes(predicted)} predicted"
+    both = f"{sized(peak)} of tensors measured against {sized(predicted)} predicted"
     if peak < LEAST_MEMORY_FACTOR * predicted:
         return None, f"; memory is not corrected: {both}"
     linear = _linear(predicted, peak, LARGEST_MEMORY_FACTOR)
-    added = f" and {gigabytes(linear.added)} more" if linear.added else ""
+    added = f" and {sized(linear.added)} more" if linear.added else ""
     return linear, f"; memory x {linear.factor:.3g}{added}: {both}"
 
 
@@ -227,7 +227,7 @@ def _of_time(layout: PlanLayout, predicted: PredictedTime, step: TimeByCause) ->
         communication = _linear(communicated, step.communication, 1.0 if is_small else LARGEST_FACTOR)
     if computation.factor < LEAST_FACTOR:
         raise _NotUsed(
-            f"its step took {duration(step.step_seconds)} against {duration(predicted.seconds)} predicted,"
+            f"its step took {timed(step.step_seconds)} against {timed(predicted.seconds)} predicted,"
             f" {spelled(layout)}, and its layers less than a tenth of their time; give the hardware that it ran on"
         )
     computation = LinearCorrection(computation.factor, computation.added + gaps)
@@ -247,12 +247,12 @@ def _words(correction: Correction) -> str:
     words = [f"times of layers x {computation.factor:.3g}, of communication x {communication.factor:.3g}"]
     optimizer = correction.optimizer
     words.append(
-        f"{duration(optimizer.added)} more of the optimizer"
+        f"{timed(optimizer.added)} more of the optimizer"
         if optimizer.added
         else f"of the optimizer x {optimizer.factor:.3g}"
     )
-    words.append(f"{duration(correction.input_seconds)} of input")
-    words.append(f"{duration(correction.unexplained_seconds)} that no factor explains")
+    words.append(f"{timed(correction.input_seconds)} of input")
+    words.append(f"{timed(correction.unexplained_seconds)} that no factor explains")
     if correction.spread is None:
         words.append(f"of fewer than {FEWEST_STEPS} steps, so that the error bar of time stays")
     return ", ".join(words)

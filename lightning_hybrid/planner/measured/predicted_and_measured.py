@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lightning_hybrid.planner.measured.correct_by_run import measured_layout, median_step, usable_steps
 from lightning_hybrid.planner.measured.correction import COMMUNICATION, OPTIMIZER
-from lightning_hybrid.planner.report.plan_tables import columns
 from lightning_hybrid.planner.search.layout_options import spelled
-from lightning_hybrid.planner.search.plans_and_rejections import Plan, duration, gigabytes
+from lightning_hybrid.planner.search.plans_and_rejections import Plan
 from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts
+from lightning_hybrid.text import columns, sized, timed
 
 
 def compared_lines(plan: Plan, measured: MeasuredCosts) -> list[str]:
@@ -39,15 +39,15 @@ def compared_lines(plan: Plan, measured: MeasuredCosts) -> list[str]:
         ("step", plan.time.seconds, step.step_seconds),
     ]
     rows = [("", "predicted", "measured", "error")]
-    rows += [(name, duration(own), duration(real), _error(own, real)) for name, own, real in values]
+    rows += [(name, timed(own), timed(real), _error(own, real)) for name, own, real in values]
     if peak := max(measured.peak_memory, default=0):
         tensors = plan.memory.tensors
-        rows.append(("memory of tensors", gigabytes(tensors), gigabytes(peak), _error(tensors, peak)))
+        rows.append(("memory of tensors", sized(tensors), sized(peak), _error(tensors, peak)))
     relative = plan.time.seconds / step.step_seconds - 1.0
     few = "" if steps else ", one of the first steps of the run, which are slower than the others"
     return [
-        f"predicted {duration(plan.time.seconds)} ± {plan.time_error:.0%} of a step, measured"
-        f" {duration(step.step_seconds)}{few}: the error of the prediction is {relative:+.0%}",
+        f"predicted {timed(plan.time.seconds)} ± {plan.time_error:.0%} of a step, measured"
+        f" {timed(step.step_seconds)}{few}: the error of the prediction is {relative:+.0%}",
         *columns(rows),
     ]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from lightning_hybrid.planner.report.plan_tables import number_of, why
-from lightning_hybrid.planner.report.planned_run import PlannedRun, rank_name
+from lightning_hybrid.planner.report.planned_run import PlannedRun, number_of, rank_name, why
 from lightning_hybrid.planner.search.layout_options import spelled
-from lightning_hybrid.planner.search.plans_and_rejections import Plan, duration, gigabytes
+from lightning_hybrid.planner.search.plans_and_rejections import Plan
 from lightning_hybrid.schedule import chain, make_schedule, simulate, to_svg
+from lightning_hybrid.text import sized, timed
 
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#eeca3b", "#72b7b2", "#9d755d", "#ff9da6", "#bab0ac")
 _MOST_RANKS, _MOST_MICROBATCHES = 16, 24  # in pictures
@@ -18,26 +18,21 @@ _STYLE = Path(__file__).with_name("page.css")
 
 
 def html_report(run: PlannedRun, most: int = 5) -> str:
-    """Return the page, which loads nothing from another host.
-
-    Args:
-        run: The search.
-        most: Plans at most.
-    """
+    """Return the page, which loads nothing from another host."""
     plans, best = run.result.plans[:most], run.result.best
     costs = run.costs
     parts = [
         f"<h1>{escape(run.title)}</h1>",
         f"<p>{run.result.evaluated:,} layouts were predicted, for a step of {best.layout.batch:,} samples"
         + (f" of {costs.positions:,} tokens" if costs.positions > 1 else "")
-        + f" and {gigabytes(best.memory.capacity)} of memory per device.</p>",
+        + f" and {sized(best.memory.capacity)} of memory per device.</p>",
         "<h2>Plans</h2>",
         _plans(run, plans),
         f"<h2>Time of {best.layout.batch:,} samples</h2>",
         *_bars([_time_row(plan, best) for plan in plans], None),
         "<h2>Memory of a rank, chosen plan</h2>",
         "<p>The line is the memory of a device. What the allocator keeps for later, and gives back before it fails, is"
-        f" counted: the peak is {gigabytes(best.memory.peak)}, and {gigabytes(best.memory.least)} are needed.</p>",
+        f" counted: the peak is {sized(best.memory.peak)}, and {sized(best.memory.least)} are needed.</p>",
         *_bars(_memory_rows(best), best.memory.capacity),
         *_schedule(best),
         f"<h2>Why not{run.compared_samples(most)}</h2>",
@@ -71,8 +66,8 @@ def _plans(run: PlannedRun, plans: Sequence[Plan]) -> str:
     rows = [f"<tr>{cells}</tr>"]
     for number, plan in enumerate(plans, start=1):
         assert plan.time is not None
-        step = f'{duration(plan.time.seconds)} <span class="error">± {plan.time_error:.0%}</span>'
-        memory = f'{gigabytes(plan.memory.least)} <span class="error">± {plan.memory_error:.0%}</span>'
+        step = f'{timed(plan.time.seconds)} <span class="error">± {plan.time_error:.0%}</span>'
+        memory = f'{sized(plan.memory.least)} <span class="error">± {plan.memory_error:.0%}</span>'
         rows.append(
             f'<tr class="{"chosen" if number == 1 else ""}"><td>{number}</td>'
             f"<td>{_code(spelled(plan.layout))}</td>"
@@ -88,7 +83,7 @@ def _time_row(plan: Plan, best: Plan) -> tuple[str, Mapping[str, float], str]:
     assert plan.time is not None
     scale = best.layout.batch / plan.time.samples
     terms = {name: scale * seconds for name, seconds in plan.time.terms.items()}
-    return spelled(plan.layout), terms, duration(scale * plan.time.seconds)
+    return spelled(plan.layout), terms, timed(scale * plan.time.seconds)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -102,7 +97,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, Mapping[str, float], str]]:
     ranks = plan.memory.ranks
     step = -(-len(ranks) // _MOST_RANKS)
     shown = sorted({*range(0, len(ranks), step), len(ranks) - 1})
-    return [(rank_name(rank, plan), ranks[rank], gigabytes(sum(ranks[rank].values()))) for rank in shown]
+    return [(rank_name(rank, plan), ranks[rank], sized(sum(ranks[rank].values()))) for rank in shown]
 
 
 def _bars(rows: Sequence[tuple[str, Mapping[str, float], str]], mark: float | None) -> list[str]:

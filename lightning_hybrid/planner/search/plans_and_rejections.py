@@ -9,6 +9,7 @@ from lightning_hybrid.layout import Objective
 from lightning_hybrid.planner.plan_layout import PlanLayout, RecomputeKind
 from lightning_hybrid.planner.predictions import PredictedMemory, PredictedTime
 from lightning_hybrid.planner.search.layout_options import simplicity
+from lightning_hybrid.text import sized
 
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "fewest_devices", "largest_batch")
 TIE = 0.03  # relative difference of step times that measurements do not resolve
@@ -83,7 +84,7 @@ class Plan:
         """The two largest terms of its memory, in words."""
         rank = max(self.memory.ranks, key=lambda terms: sum(terms.values()))
         largest = sorted(rank.items(), key=lambda item: -item[1])[:2]
-        return ", ".join(f"{name} {gigabytes(size)}" for name, size in largest)
+        return ", ".join(f"{name} {sized(size)}" for name, size in largest)
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,3 @@ def simplest_of_tied(
     limit = (1 + TIE) * (chosen if least > chosen >= least / (1 + TIE) else least)
     tied = [plan for plan in plans if (found := score(plan))[:-1] == tuple(first) and found[-1] <= limit]
     return min(tied, key=lambda plan: (not plan.fits_with_error, simplicity(plan.layout), score(plan)))
-
-
-def gigabytes(size: float) -> str:
-    """A number of bytes in GB, as data sheets of devices give it; in MB below one."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
-def duration(seconds: float) -> str:
-    """A time in seconds or milliseconds."""
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"

@@ -10,14 +10,8 @@ from lightning_hybrid.planner.plan_layout import PlanLayout
 from lightning_hybrid.planner.predictions import PredictedTime
 from lightning_hybrid.planner.search.candidate_layouts import Candidates
 from lightning_hybrid.planner.search.layout_options import spelled
-from lightning_hybrid.planner.search.plans_and_rejections import (
-    TIE,
-    Plan,
-    Rejection,
-    duration,
-    gigabytes,
-    simplest_of_tied,
-)
+from lightning_hybrid.planner.search.plans_and_rejections import TIE, Plan, Rejection, simplest_of_tied
+from lightning_hybrid.text import sized, timed
 
 
 @dataclass(frozen=True)
@@ -124,14 +118,7 @@ def _families(node: int) -> list[_Family]:
 def rejected_families(
     best: Plan, candidates: Candidates, plan: Callable[[PlanLayout], Plan], evaluated: Iterable[Plan]
 ) -> Iterator[Rejection]:
-    """Yield the reason against each family without the chosen plan.
-
-    Args:
-        best: The chosen plan.
-        candidates: Of the search.
-        plan: Predicts a layout.
-        evaluated: Plans of the search.
-    """
+    """Yield the reason against each family without the chosen plan."""
     for layout in [*candidates.neighbours(best.layout), *_without_kinds(best.layout, candidates)]:
         plan(layout)
     known = list(evaluated)
@@ -172,15 +159,15 @@ def slower_than(plan: Plan, best: Plan) -> str:
         samples, most = (each.layout.microbatch * each.layout.data for each in (plan, best))
         return f"{against}{samples} samples are computed at a time, with the chosen plan {most}"
     if plan.seconds_per_sample <= (1 + TIE) * best.seconds_per_sample:
-        times = f"{duration(scale * own.seconds)}, the chosen plan {duration(other.seconds)}"
+        times = f"{timed(scale * own.seconds)}, the chosen plan {timed(other.seconds)}"
         if best.fits_with_error and not plan.fits_with_error:
-            memory = f"{gigabytes(plan.memory.least)} of {gigabytes(plan.memory.capacity)}"
+            memory = f"{sized(plan.memory.least)} of {sized(plan.memory.capacity)}"
             return f"{against}{times}: not slower, but {memory} is within the error of memory"
         return f"{against}{times}: a tie within 3 %, and not simpler"
     name = largest_difference(own, other)
     return (
-        f"{against}{name} {duration(scale * own.terms.get(name, 0.0))} of {duration(scale * own.seconds)}; the chosen"
-        f" plan has {duration(other.terms.get(name, 0.0))} of {duration(other.seconds)}"
+        f"{against}{name} {timed(scale * own.terms.get(name, 0.0))} of {timed(scale * own.seconds)}; the chosen"
+        f" plan has {timed(other.terms.get(name, 0.0))} of {timed(other.seconds)}"
     )
 
 
@@ -194,6 +181,4 @@ def largest_difference(own: PredictedTime, other: PredictedTime) -> str:
 def larger_than_device(plan: Plan) -> str:
     """Return the memory that a plan needs and has, with its largest terms."""
     memory = plan.memory
-    return (
-        f"{spelled(plan.layout)}: {gigabytes(memory.peak)} of {gigabytes(memory.capacity)} (most: {plan.largest_terms})"
-    )
+    return f"{spelled(plan.layout)}: {sized(memory.peak)} of {sized(memory.capacity)} (most: {plan.largest_terms})"

@@ -20,11 +20,11 @@ from lightning_hybrid.planner.search.plans_and_rejections import (
     Objective,
     Plan,
     SearchResult,
-    gigabytes,
     simplest_of_tied,
 )
 from lightning_hybrid.planner.search.rejected_families import rejected_families
 from lightning_hybrid.planner.time.predict_time import predict_time
+from lightning_hybrid.text import sized
 
 _STARTS = 16  # meshes from which options are improved one by one
 _LARGEST_CLUSTER = 64  # multiple of the given devices up to which an error looks for a fit
@@ -117,12 +117,6 @@ def predict_plan(costs: ModelCosts, layout: PlanLayout, number_format: NumberFor
 
 def check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int = 1) -> None:
     """Refuse a cluster that there cannot be.
-
-    Args:
-        hardware: Its devices.
-        devices: Devices of each node.
-        num_nodes: Number of nodes.
-        batch: Samples of an optimizer step.
 
     Raises:
         PlanError: A number is no whole number of 1 or more, or the devices are more than a node has and no whole nodes.
@@ -276,9 +270,9 @@ class _Search:
         nearest = min(self.plans.values(), key=lambda plan: plan.memory.least)
         memory = nearest.memory
         return PlanError(
-            f"no layout of {costs.name} fits {candidates.ranks} devices of {gigabytes(memory.capacity)}: the nearest,"
-            f" {spelled(nearest.layout)}, needs {gigabytes(memory.least)} ({nearest.largest_terms}), which is"
-            f" {gigabytes(memory.least - memory.capacity)} too much{_fixed_words(candidates.fixed)}; {self._advice()}",
+            f"no layout of {costs.name} fits {candidates.ranks} devices of {sized(memory.capacity)}: the nearest,"
+            f" {spelled(nearest.layout)}, needs {sized(memory.least)} ({nearest.largest_terms}), which is"
+            f" {sized(memory.least - memory.capacity)} too much{_fixed_words(candidates.fixed)}; {self._advice()}",
             entry="plan-nothing-fits",
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
@@ -12,20 +13,15 @@ from lightning_hybrid.planner.costs.positions_of_rank import layout_of_layer
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedTime
-from lightning_hybrid.planner.time.bubble_seconds import bubble_seconds
-from lightning_hybrid.planner.time.collective_seconds import (
-    Shares,
-    all_reduce_seconds,
-    all_to_all_seconds,
-    gather_seconds,
-    message_seconds,
-)
 from lightning_hybrid.planner.time.efficiency_constants import CONSTANTS, EfficiencyConstants
 from lightning_hybrid.planner.time.layer_seconds import layer_seconds
 from lightning_hybrid.planner.time.place_of_ranks import RankGroup, group_of_axis, group_of_two_axes
-from lightning_hybrid.planner.time.program_seconds import StageSeconds
+from lightning_hybrid.planner.time.program_seconds import StageSeconds, program_seconds
 
 LayersOfRank = Sequence[tuple[LayerCosts, int]]
+_MOST_RANKS, _MOST_ROUNDS = 8, 3  # of a simulation; a round is one microbatch for each rank
+_EQUAL = 1e-6  # relative difference of stages that count as equal
+_PROGRAMS_OF_EQUAL_STAGES = ("zero_bubble_v", "dualpipe_v", "zero_bubble_searched")
 
 
 def predict_time(
@@ -240,3 +236,125 @@ class _StepModel:
             return 0.0
         passes = 2 * layout.num_microbatches if layout.reshard_after_forward else 1
         return passes * own.over_shards(layout).total * self.format.gathered / self.hardware.host_bandwidth
+
+
+def bubble_seconds(schedule: str, num_microbatches: int, ranks: Sequence[Mapping[int, StageSeconds]]) -> float:
+    """Return the time that the rank with most work waits in one step.
+
+    Stages of equal times: under a schedule that does not split backwards it waits once for all the others (Narayanan
+    et al., arXiv 2104.04473, section 2.2), divided by the stages of a rank; under ZB-H1 for what the gradients of
+    weights do not fill, ``F + I - W`` of ``F + I + W`` (Qi et al., arXiv 2401.10241, table 2). Otherwise the program of
+    the schedule is simulated; of many ranks, 8 with the slowest among them, and of many microbatches the first few
+    rounds, after which each further round takes as long as the last one.
+
+    Args:
+        schedule: Its name.
+        num_microbatches: Microbatches of one step and replica.
+        ranks: For each rank its stages by number.
+    """
+    busy = [sum(stage.total for stage in stages.values()) for stages in ranks]
+    others = sum(busy) - max(busy)
+    if len(ranks) == 1 or not others:
+        return 0.0
+    share = _share_of_equal_stages(schedule, num_microbatches, ranks)
+    if share is not None:
+        return share * others / len(ranks[0])
+    chosen = _chosen_ranks(busy)
+    few = [ranks[rank] for rank in chosen]
+    stages = [stage for _, stage in sorted(itertools.chain(*(each.items() for each in few)))]
+    scaled = max(1, round(num_microbatches * len(few) / len(ranks)))
+    first = scaled
+    if scaled > (_MOST_ROUNDS + 1) * len(few):
+        first = _MOST_ROUNDS * len(few) + scaled % len(few)
+    step = program_seconds(schedule, len(few), first, stages)
+    each = max(busy)
+    if first < scaled:
+        round_before = program_seconds(schedule, len(few), first - len(few), stages)
+        each = max(each, (step - round_before) / len(few))
+    waited = max(0.0, step - first * each) * others / (sum(busy[rank] for rank in chosen) - max(busy))
+    return waited + num_microbatches * (each - max(busy))
+
+
+def _share_of_equal_stages(
+    schedule: str, num_microbatches: int, ranks: Sequence[Mapping[int, StageSeconds]]
+) -> float | None:
+    """Share of a stage of each other rank that is waited for, or None where a simulation has to tell."""
+    one, *rest = itertools.chain(*(stages.values() for stages in ranks))
+    least = _EQUAL * one.total
+    if any(abs(a - b) > least for stage in rest for a, b in zip(one, stage, strict=True)):
+        return None
+    p, m, v = len(ranks), num_microbatches, len(ranks[0])
+    if schedule in _PROGRAMS_OF_EQUAL_STAGES:
+        return None
+    if m < p:  # each microbatch goes round alone
+        return (v * (p - m) + m - 1) / (p - 1) if schedule in ("1f1b", "interleaved_1f1b") else None
+    return 1.0 - 2.0 * one.weights / one.total if schedule == "zero_bubble" else 1.0
+
+
+def _chosen_ranks(busy: Sequence[float]) -> list[int]:
+    """The ranks of a simulation: the first, the last, the slowest, and others at equal distances."""
+    count = len(busy)
+    if count <= _MOST_RANKS:
+        return list(range(count))
+    chosen = [round(place * (count - 1) / (_MOST_RANKS - 1)) for place in range(_MOST_RANKS)]
+    slowest = max(range(count), key=busy.__getitem__)
+    if slowest not in chosen:
+        nearest = min(range(1, _MOST_RANKS - 1), key=lambda place: abs(chosen[place] - slowest))
+        chosen[nearest] = slowest
+    return sorted(chosen)
+
+
+class Shares(NamedTuple):
+    """Shares of the bandwidth of links that collectives achieve, within a node and between nodes."""
+
+    within: float
+    between: float
+
+
+FULL = Shares(1.0, 1.0)
+
+
+def all_reduce_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares = FULL) -> float:
+    """Return the seconds of an all-reduce of ``size`` bytes: a ring moves ``2 (n - 1) / n`` of them."""
+    return 2.0 * _ring_seconds(size, group, hardware, shares)
+
+
+def gather_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares = FULL) -> float:
+    """Return the seconds of an all-gather to, or a reduce-scatter of, ``size`` bytes: a ring moves ``(n - 1) / n``."""
+    return _ring_seconds(size, group, hardware, shares)
+
+
+def all_to_all_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares = FULL) -> float:
+    """Return the seconds of an all-to-all in which each rank sends ``size`` bytes in total."""
+    return _ring_seconds(size, group, hardware, shares)
+
+
+def message_seconds(size: float, crosses_nodes: bool, senders: int, hardware: Hardware) -> float:
+    """Return the seconds of one message, while ``senders`` ranks of the node send at once."""
+    if not crosses_nodes:
+        return hardware.latency_within + size / hardware.within_node.bandwidths[-1]
+    return hardware.latency_between + size * senders / hardware.between_nodes.bandwidths[-1]
+
+
+def links_used(group: RankGroup, hardware: Hardware) -> float:
+    """Return the share of a device's links within its node that lead to other devices of its group."""
+    members = group.size / group.nodes
+    if not hardware.direct_links or members <= 1 or hardware.devices_per_node <= 1:
+        return 1.0
+    return min(1.0, (members - 1) / (hardware.devices_per_node - 1))
+
+
+def _ring_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares) -> float:
+    """Half an all-reduce: each rank passes on ``(n - 1) / n`` of the bytes in ``n - 1`` steps."""
+    if group.size <= 1 or size <= 0:
+        return 0.0
+    moved = size * (group.size - 1) / group.size
+    within = moved / (hardware.within_node.bandwidth(size) * shares.within * links_used(group, hardware))
+    if group.nodes == 1:
+        return within + hardware.latency_within
+    between = (
+        moved
+        * group.groups_per_node
+        / (hardware.between_nodes.bandwidth(size * group.groups_per_node) * shares.between)
+    )
+    return max(within, between) + hardware.latency_between * group.nodes

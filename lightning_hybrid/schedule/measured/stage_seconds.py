@@ -75,12 +75,7 @@ def seconds_of_stages(timelines: Iterable[Timeline], num_stages: int) -> list[St
 
 
 def seconds_of_nodes(assignment: Assignment, stages: Sequence[StageSeconds]) -> list[tuple[float, float]]:
-    """Return the seconds of the forward and of the backward of each node, by its share of its stage's cost.
-
-    Args:
-        assignment: Of the step's nodes to stages.
-        stages: Measured, by number.
-    """
+    """Return the seconds of the forward and of the backward of each node, by its share of its stage's cost."""
     totals = assignment.costs()
     result = []
     for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
@@ -91,12 +86,7 @@ def seconds_of_nodes(assignment: Assignment, stages: Sequence[StageSeconds]) -> 
 
 
 def seconds_of_units(assignment: Assignment, stages: Sequence[StageSeconds]) -> list[UnitSeconds]:
-    """Return the seconds of each unit, in the order of the step, and of the operations of each stage outside of them.
-
-    Args:
-        assignment: Of the step's nodes to stages.
-        stages: Measured, by number.
-    """
+    """Return the seconds of each unit, in the order of the step, and of operations outside of them, by stage."""
     units: dict[tuple[str, int], list[float]] = {}
     first: dict[str, int] = {}
     for node, stage, seconds in zip(

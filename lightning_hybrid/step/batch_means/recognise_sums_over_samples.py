@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.step.objects.op_names import CASTS, names
 
 SUMS = frozenset({"sum", "nansum", "count_nonzero"})
 # Operations that change only dtype, device, memory or the autograd graph.
-IDENTITIES = frozenset(
-    {"detach", "clone", "contiguous", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "long", "int"}
-    | {"get_data", "type_as", "item", "view_as"}
-)
+IDENTITIES = CASTS | names("cpu cuda long int get_data type_as item view_as")
 # Sums over the samples if the result has no dimension of samples.
 _CONTRACTIONS = SUMS | {"matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "tensordot", "bincount", "histc"}
 # By an operand that is no value of the model: the same in each microbatch, unless it is computed from the batch.
@@ -28,13 +26,7 @@ _EXTREMES = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
 
 
 def reduction_of(value: int, graph: StepGraph, size: int) -> str:
-    """How a scalar reduces over the samples of a microbatch: "sum", "max", "min"; "" if not by one such operation.
-
-    Args:
-        value: Index of the scalar.
-        graph: Of the step on a microbatch.
-        size: Number of samples of that.
-    """
+    """How a scalar reduces over the samples of a microbatch: "sum", "max", "min"; "" if not by one such operation."""
     makers = graph.makers
     node = makers.get(value)
     while node is not None and node.name in IDENTITIES and len(node.inputs) == 1:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_hybrid.errors import InitialValueError
+from lightning_hybrid.step.objects.op_names import names
 
 _META = torch.device("meta")
 _aten = torch.ops.aten
@@ -38,19 +39,7 @@ _EMPTY = frozenset(
 # Operations that write all of their first argument without reading it.
 _OVERWRITES = frozenset(
     f"aten::{name}_"
-    for name in (
-        "bernoulli",
-        "cauchy",
-        "copy",
-        "exponential",
-        "fill",
-        "geometric",
-        "log_normal",
-        "normal",
-        "random",
-        "uniform",
-        "zero",
-    )
+    for name in names("bernoulli cauchy copy exponential fill geometric log_normal normal random uniform zero")
 )
 
 

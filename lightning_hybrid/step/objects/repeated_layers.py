@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
+from lightning_hybrid.text import spanned
+
 _MAX_NAME = 48  # characters of an FQN in a table
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -58,8 +60,7 @@ def lines_of_layers(lines: Mapping[str, Sequence[str]]) -> list[str]:
         by_text.setdefault(tuple(text), []).append(fqn)
     found = []
     for each, fqns in by_text.items():
-        first, last = shortened(fqns[0]), shortened(fqns[-1])
-        found.append(first if len(fqns) == 1 else f"{first} .. {last} ({len(fqns)})")
+        found.append(spanned([shortened(fqn) for fqn in fqns]))
         found += [f"    {line}" for line in each]
     return found
 

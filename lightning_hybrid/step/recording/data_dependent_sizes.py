@@ -14,12 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.graph.step_graph import Node, SizedBy
+from lightning_hybrid.step.objects.op_names import SIZED_BY_DATA
 from lightning_hybrid.step.standins.absent_tensors import MARK
-
-# Operations whose result has a shape that depends on content.
-SIZED_BY_DATA = frozenset(
-    {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere", "bincount", "repeat_interleave"}
-)
 
 
 def is_sized_by_data(name: str, tensors: Sequence[Tensor]) -> bool:

@@ -62,14 +62,7 @@ class EscapedValues(NamedTuple):
 def find_escaped_values(
     root: nn.Module, result: Any, watch: StepMode, without: Collection[nn.Module] = ()
 ) -> EscapedValues:
-    """Find the paths at which values of the step, and numbers read from them, stay after it.
-
-    Args:
-        root: The user's module, after the step.
-        result: Output of the step.
-        watch: The function mode of the recording.
-        without: Modules to skip.
-    """
+    """Find the paths at which values of the step, and numbers read from them, stay after it."""
     paths: list[tuple[AttributePath, int]] = []
     numbers = ""
     for location, leaf in [*reachable_leaves(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:

@@ -159,15 +159,7 @@ class UnitDeduplicator:
     def run(
         self, fqn: str, unit: nn.Module, leaves: list[Any], spec: Any, execute: Callable[[], tuple[Any, SizedBy]]
     ) -> tuple[Any, SizedBy]:
-        """Return the result of a unit on stand-ins, and what its size depends on besides shapes.
-
-        Args:
-            fqn: FQN of the unit.
-            unit: The unit.
-            leaves: Leaves of its arguments.
-            spec: Containers of the leaves.
-            execute: Runs it.
-        """
+        """Return the result of a unit on stand-ins, and what its size depends on besides shapes."""
         refuse_transforms(fqn)
         key = self._kinds.kind_of(fqn, unit), argument_signature(leaves, spec)
         cached = self._cache.get(key)

@@ -26,6 +26,7 @@ from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions imp
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import recomputed
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up, put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath
+from lightning_hybrid.step.objects.op_names import TEXT_READS
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, dtype_changed, shape_changed
 from lightning_hybrid.step.standins.absent_numbers import Answer
@@ -33,7 +34,7 @@ from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_place
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.finiteness_checks import check_answer
 from lightning_hybrid.step.tracing.full_backward_hooks_of_units import HOOK_SETUP_EVENT
-from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, Template
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 

@@ -23,13 +23,14 @@ from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, ModuleSnapshot
+from lightning_hybrid.step.objects.op_names import TEXT_READS
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.data_dependent_sizes import is_sized_by_data
 from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import find_escaped_values, number_in_buffer
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import rebuild_result
 from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder, swap_in_place
-from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.op_signature import signature_of
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, Template, returned_values
 

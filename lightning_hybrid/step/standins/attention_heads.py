@@ -64,11 +64,7 @@ class AttentionHeads(TorchDispatchMode):
             self._softmax[size] = self._heads if scores.dim() == 4 else self._batched_heads, scores.shape[-3]
 
     def common_numbers(self, samples: int) -> tuple[int | None, int | None]:
-        """Return the largest numbers that divide all numbers of heads, and all those of keys; None without attention.
-
-        Args:
-            samples: Samples of the recorded batch.
-        """
+        """Return the largest numbers that divide all numbers of heads, and all of keys; None without attention."""
         several = {number for number in self._batched_heads if number > samples and number % samples == 0}
         heads = self._heads | {number // samples for number in several}
         keys = {own for queries, own in self._keys if own < queries}

@@ -13,17 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.step.objects.op_names import METADATA
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
-
-# Metadata that does not need the content. Everything else gathers the full tensor.
-_METADATA = frozenset(
-    {
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "itemsize", "names", "_version",
-        "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn",
-        "size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device",
-        "is_floating_point", "is_complex", "is_contiguous", "stride",
-    }
-)  # fmt: skip
 
 
 class LazyFullTensor(ShardedTensorBase):
@@ -55,7 +46,7 @@ class LazyFullTensor(ShardedTensorBase):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
-        if name in _METADATA:
+        if name in METADATA:  # everything else gathers the full tensor
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return func(*_materialized(args), **{key: _materialized(value) for key, value in kwargs.items()})

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError
+from lightning_hybrid.step.objects.op_names import CASTS, names
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, Answer, branch_message, source_values
 
@@ -25,21 +26,14 @@ if TYPE_CHECKING:
 
 # Results of comparing a value with itself.
 _SELF_COMPARISONS = {"eq": True, "__eq__": True, "ne": False, "__ne__": False}
-_PASS_THROUGH_OPS = frozenset(
-    {
-        "detach", "clone", "contiguous", "cpu", "cuda", "to", "type", "bool", "int", "long", "float", "double",
-        "view", "reshape", "flatten", "ravel", "squeeze", "unsqueeze", "expand", "__getitem__",
-    }
-)  # fmt: skip
-_LOGIC_OPS = frozenset(
-    {
-        "any", "all", "sum", "mean", "max", "min", "amax", "amin", "count_nonzero", "stack", "cat",
-        "logical_not", "logical_or", "logical_and", "logical_xor", "bitwise_not", "bitwise_or", "bitwise_and",
-        "bitwise_xor", "__invert__", "__or__", "__ror__", "__and__", "__rand__", "__xor__", "__rxor__",
-        "add", "__add__", "__radd__", "eq", "ne", "gt", "ge", "lt", "le", "__eq__", "__ne__", "__gt__", "__ge__",
-        "__lt__", "__le__",
-    }
-)  # fmt: skip
+_PASS_THROUGH_OPS = (CASTS - {"half", "bfloat16"}) | names(
+    "cpu cuda type bool int long view reshape flatten ravel squeeze unsqueeze expand __getitem__"
+)
+_LOGIC_OPS = names(
+    "any all sum mean max min amax amin count_nonzero stack cat logical_not logical_or logical_and logical_xor"
+    " bitwise_not bitwise_or bitwise_and bitwise_xor __invert__ __or__ __ror__ __and__ __rand__ __xor__ __rxor__"
+    " add __add__ __radd__ eq ne gt ge lt le __eq__ __ne__ __gt__ __ge__ __lt__ __le__"
+)
 
 _COUNTS = frozenset({"sum", "count_nonzero"})
 

@@ -11,9 +11,10 @@ import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -22,19 +23,23 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.randomness.random_number_ops import draws
+from lightning_hybrid.step.objects.op_names import CONTENT_READS, NUMBER_READS, READS, TEXT_READS
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TORCH
 from lightning_hybrid.step.standins.absent_arrays_and_lists import content_message, stand_in_for_content
 from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, Answer, branch_message
-from lightning_hybrid.step.standins.absent_tensors import MARK, SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
-from lightning_hybrid.step.standins.canonical_comparison_operand_order import COMPARISONS, in_canonical_order
+from lightning_hybrid.step.standins.absent_tensors import (
+    MARK,
+    SHAPE_METHODS,
+    SHAPE_PROPERTIES,
+    full_shape_meta,
+    is_absent,
+)
 from lightning_hybrid.step.standins.guess_values_read_by_code import answer_guessed_read
-from lightning_hybrid.step.tracing.shape_only_ops import FILL_OPS, packed_sizes, run_fill_op
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
 
 # Properties that create a tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
 VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
-
 _METADATA = frozenset(
     {
         "dim", "size", "numel", "is_floating_point", "is_complex", "element_size", "ndimension", "stride",
@@ -45,15 +50,23 @@ _METADATA = frozenset(
         "dim_order", "register_post_accumulate_grad_hook",
     }
 )  # fmt: skip
-_NUMBER_READS = frozenset({"item", "__float__", "__complex__"})
-TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})
-_BRANCH_READS = frozenset({"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"})
 _DECIDING = frozenset({"__bool__", "__int__", "__index__", "is_nonzero"})
-_CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 _ARGUMENT_CHECKS = "torch.distributions."  # its branches on tensors check whether arguments are valid, and raise if not
-_READS = _NUMBER_READS | TEXT_READS | _BRANCH_READS | _CONTENT_READS
-
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
+# By the name that a torch function mode intercepts: the equivalent function for swapped arguments.
+_SWAPPED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "lt": ("gt", torch.gt),
+    "le": ("ge", torch.ge),
+    "gt": ("lt", torch.lt),
+    "ge": ("le", torch.le),
+    "ne": ("ne", torch.ne),
+    "eq": ("eq", torch.eq),
+    "__eq__": ("__eq__", Tensor.__eq__),
+}
+# Operations that create a tensor from the shape, dtype and device of their first argument.
+FILL_OPS = frozenset(
+    {"ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full", "new_empty"}
+)
 
 
 class StepMode(TorchFunctionMode, ABC):
@@ -148,7 +161,7 @@ class StepMode(TorchFunctionMode, ABC):
             if name == "register_hook" and self.is_elsewhere(args[0]):
                 return RemovableHandle(OrderedDict())
             return self._shape_query(func, args, kwargs) if name in SHAPE_METHODS else func(*args, **kwargs)
-        elif name in _READS:
+        elif name in READS:
             return self._read(name, func, args, kwargs)
         elif name.startswith("_foreach_"):
             return self._foreach(name, func, args, kwargs)
@@ -215,7 +228,7 @@ class StepMode(TorchFunctionMode, ABC):
         if self.guesses is not None:
             self.has_guessed = True
             return answer_guessed_read(name, absent[0], next(self.guesses))
-        if name in _NUMBER_READS:
+        if name in NUMBER_READS:
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
             if self.absent_number is not None and (answer is None or name != "item"):
@@ -227,7 +240,7 @@ class StepMode(TorchFunctionMode, ABC):
             return "nan"
         if name in TEXT_READS:
             return f"absent{tuple(absent[0].shape)}"
-        if name in _CONTENT_READS:
+        if name in CONTENT_READS:
             if name not in ("tolist", "numpy") or any(self.is_dynamic(value) for value in values):
                 raise ControlFlowError(content_message(line, name), entry="content")
             self.numbers_read = line
@@ -345,3 +358,69 @@ def user_line() -> str:
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"
+
+
+# A canonical operand order for comparisons, whichever reflected method Python called.
+# For ``a <= b`` Python calls ``b >= a`` first where the class of ``b`` is derived from that of ``a``; stand-ins are of
+# a derived class. So ``le`` of two present tensors is ``ge`` where ``b`` is absent: in a recording, or on another
+# stage.
+
+
+def in_canonical_order(
+    name: str, func: Callable[..., Any], args: Any, mark_of: Callable[[Tensor], int | None], parameters: Container[int]
+) -> tuple[str, Callable[..., Any], Any]:
+    """The equivalent comparison with sorted operands: values of the step by index, then parameters, then batch tensors.
+
+    Args:
+        name: The operation's name.
+        func: The operation.
+        args: Its arguments, tensors of any shapes.
+        mark_of: Gives the index of the value that a tensor is.
+        parameters: The ``id`` of each parameter and tracked buffer.
+    """
+
+    def _rank(tensor: Tensor) -> tuple[int, int]:
+        mark = mark_of(tensor)
+        return (0, mark) if mark is not None else (1 if id(tensor) in parameters else 2, 0)
+
+    if len(args) != 2 or not isinstance(args[0], Tensor) or not isinstance(args[1], Tensor):
+        return name, func, args
+    if _rank(args[0]) <= _rank(args[1]):
+        return name, func, args
+    return *_SWAPPED[name], (args[1], args[0])
+
+
+COMPARISONS = frozenset(_SWAPPED)
+
+
+# Operations whose result depends on shapes alone: they run on every rank with real memory.
+# User code builds masks with them once and caches these: so they must not be nodes of the step graph.
+
+
+def run_fill_op(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operation of ``FILL_OPS`` with real memory; None if its result depends on contents after all."""
+    source, *rest = args if args else [kwargs.get("input")]
+    if not isinstance(source, Tensor) or source.layout is not torch.strided:
+        return None
+    other_inputs = [leaf for leaf in flatten((rest, dict(kwargs)))[0] if leaf is not source]
+    if any(isinstance(leaf, Tensor) or is_absent(leaf) for leaf in other_inputs):
+        return None
+    with torch._C.DisableTorchFunction():
+        # A meta tensor with the strides of `source`; nothing is computed.
+        shape = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+        where = {"device": source.device, **kwargs}
+        where.pop("input", None)
+        return func(shape, *rest, **where)
+
+
+def packed_sizes(args: Sequence[Any]) -> Tensor:
+    """The batch sizes of packed sequences, of shape (longest sequence,), which depend on the lengths alone.
+
+    Args:
+        args: Of ``torch._pack_padded_sequence``: padded sequences, their lengths, ``batch_first``.
+    """
+    padded, lengths, batch_first = args
+    batch, time = padded.shape[:2] if batch_first else padded.shape[1::-1]
+    with torch._C.DisableTorchFunction():
+        empty = torch.zeros((batch, time, 1) if batch_first else (time, batch, 1))
+        return torch._pack_padded_sequence(empty, lengths, batch_first)[1]

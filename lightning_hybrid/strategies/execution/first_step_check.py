@@ -24,6 +24,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
+from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
     from lightning_hybrid.verify.first_step_comparison import Verdict
@@ -297,7 +298,7 @@ def describe_mixing_of_step(module: nn.Module, mixing: Mixing, replicas: int) ->
     layers = len(batch_norms_in_training(module))
     advice = " For a mean over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"
     if layers:
-        advice = f" It has {layers} BatchNorm layer{'s' * (layers != 1)}: fewer microbatches give them more samples"
+        advice = f" It has {counted(layers, 'BatchNorm layer')}: fewer microbatches give them more samples"
         advice += ", and Trainer(sync_batchnorm=True) adds those of the other replicas" * (replicas > 1)
     return (
         f"the objective mixes samples: {mixing.what} of the full batch is {mixing.full:.6g}, the mean over its"

@@ -13,8 +13,8 @@ from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
-from lightning_hybrid.strategies.description.describe_batch_and_environment import format_bytes
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.text import sized
 
 
 class FirstActivations:
@@ -39,4 +39,4 @@ class FirstActivations:
         with only_informs("the measured size of activations"), torch._C.DisableTorchFunctionSubclass():
             size = bytes_saved_behind(loss, self._setting.module, batch)
             what = "microbatch" if (self._setting.options.microbatches or 1) > 1 else "batch"
-            rank_zero_info(f"activations of the first {what}: {format_bytes(size)}, measured before its backward")
+            rank_zero_info(f"activations of the first {what}: {sized(size)}, measured before its backward")

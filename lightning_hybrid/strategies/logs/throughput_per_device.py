@@ -19,11 +19,6 @@ def count_devices_in_throughput(trainer: Any, world_size: int, num_replicas: int
     The monitor counts the batches and FLOPs of one replica, and multiplies by the number of replicas. It takes the
     result of one replica for that of one device: with two stages its MFU would be twice too high.
 
-    Args:
-        trainer: Its callbacks are set up.
-        world_size: Number of devices.
-        num_replicas: Number of replicas.
-
     Returns:
         The undo.
     """

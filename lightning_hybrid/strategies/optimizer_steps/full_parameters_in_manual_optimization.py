@@ -73,14 +73,6 @@ def sum_norms_in_manual_steps(
 ) -> None:
     """Let LAMB and LARS add up norms over tensor ranks, where ZeRO has gathered the shards of these.
 
-    Args:
-        optimizers: As above.
-        module: As above.
-        shardings: As above.
-        mesh: As above.
-        is_full: As above.
-        until: As above.
-
     Raises:
         LayoutError: Experts are sharded over ranks.
     """

@@ -37,6 +37,7 @@ from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
     refuse_partial_state,
 )
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.text import sized
 
 
 class Place(Enum):
@@ -152,7 +153,7 @@ class FullOrShardedState:
         place = Place(int(world.mesh.all_reduce(worst, "world", op="max")))
         if place is Place.SHARDS:
             rank_zero_warn(
-                f"the full {type(self._module).__name__} has {full / 2**30:,.1f} GiB, which neither each device nor the"
+                f"the full {type(self._module).__name__} has {sized(full)}, which neither each device nor the"
                 f" host has room for ({world.num_processes} times, once per rank): this module stays in shards after"
                 " the run; load it from a checkpoint"
             )

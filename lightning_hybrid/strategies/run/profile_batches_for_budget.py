@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.memory.budget.byte_sizes import format_budget
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
@@ -92,7 +91,7 @@ def describe_choices(report: BudgetReport, recompute: Any) -> str:
     least = f"; the others keep {100 * min(shares):.0f} % or more of their bytes" if everything < len(shares) else ""
     least = "; the others are recomputed in full" if least and set(shares) <= {0.0, 1.0} else least
     return (
-        f"recompute={recompute!r}: {format_budget(report.budget)} on the first rank, {format_budget(report.floor)} are"
+        f"recompute={recompute!r}: {report.budget:,.0f} bytes on the first rank, {report.floor:,.0f} bytes are"
         f" the least; {everything} of {len(shares)} layers keep everything{least};"
         f" {100 * report.recomputed_share:.0f} % of all bytes that layers would save are recomputed"
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
     from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
     from lightning_hybrid.memory.recompute_layers import Recomputation
-    from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations
+    from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
     from lightning_hybrid.optimizers.offloaded import OffloadedStates

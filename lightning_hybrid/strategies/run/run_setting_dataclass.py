@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
-from lightning_hybrid.memory.saved_activations.requested_techniques import ActivationRequests
+from lightning_hybrid.memory.saved_activations.requests import ActivationRequests
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 from lightning_hybrid.strategies.options.strategy_options import Options

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import ActivationError
-from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations, Moving
-from lightning_hybrid.memory.saved_activations.offload_to_files import ActivationFile
-from lightning_hybrid.memory.saved_activations.offload_to_host_memory import HostMemory
-from lightning_hybrid.memory.saved_activations.requested_techniques import (
+from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
+from lightning_hybrid.memory.saved_activations.places import ActivationFile, HostMemory
+from lightning_hybrid.memory.saved_activations.requests import (
     DISK,
     ActivationRequests,
     Compression,
     Offload,
 )
-from lightning_hybrid.memory.saved_activations.stored_storage import Place
+from lightning_hybrid.memory.saved_activations.storage import Place
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight

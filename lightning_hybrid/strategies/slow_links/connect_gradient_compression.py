@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import Gather
-from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompression
 from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
 from lightning_hybrid.gradient_compression.power_sgd import PowerSGD
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer

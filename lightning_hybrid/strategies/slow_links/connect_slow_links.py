@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
-from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
+from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.optimizers.trial import (
     INDEPENDENT,
@@ -20,8 +20,7 @@ from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 
 if TYPE_CHECKING:
-    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
-    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
 
 
 def connect_slow_links(run: Run, optimization: Optimization) -> None:
@@ -41,8 +40,7 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
         )
     if not found:
         return
-    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
-    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
     from lightning_hybrid.strategies.slow_links.connect_gradient_compression import connect_gradient_compression
     from lightning_hybrid.strategies.slow_links.local_rounds import LocalRounds
 

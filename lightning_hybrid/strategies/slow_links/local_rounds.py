@@ -11,8 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import Gather
-from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+from lightning_hybrid.callbacks.slow_link_callbacks import Gather, LocalSGD
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
 from lightning_hybrid.gradient_compression.method import all_reduce_bytes
 from lightning_hybrid.patching import around

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.memory.free_memory import host_memory
 from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.text import sized
 
 _SHARE = 0.2  # of the host's memory
 
@@ -38,8 +39,8 @@ def warn_of_large_single_file(trainer: Any, module: nn.Module, optimizers: Seque
     memory = host_memory()
     if needed > _SHARE * memory:
         rank_zero_warn(
-            f"{type(saving[0]).__name__} saves a single file, for which the first rank gathers {needed / 1e9:.3g} GB of"
-            f" {what}: {needed / memory:.0%} of the {memory / 1e9:.3g} GB of memory of its host. Set"
+            f"{type(saving[0]).__name__} saves a single file, for which the first rank gathers {sized(needed)} of"
+            f" {what}: {needed / memory:.0%} of the {sized(memory)} of memory of its host. Set"
             " Hybrid3DStrategy(save_distributed_checkpoint=True): each rank then writes its own shards"
         )
 

@@ -27,6 +27,7 @@ from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, why_not_compiled
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+from lightning_hybrid.text import spanned
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -166,11 +167,11 @@ class CompiledUnits:
         """Return lines that list compiled and uncompiled units."""
         lines = []
         for fqns in self.kinds:
-            lines.append(f"compiled with {self.backend}: {_some(fqns)}")
+            lines.append(f"compiled with {self.backend}: {spanned(fqns)}")
         by_reason: dict[str, list[str]] = {}
         for fqn, reason in self.reasons.items():
             by_reason.setdefault(reason, []).append(fqn)
-        lines += [f"not compiled ({reason}): {_some(fqns)}" for reason, fqns in by_reason.items()]
+        lines += [f"not compiled ({reason}): {spanned(fqns)}" for reason, fqns in by_reason.items()]
         return lines or ["nothing to compile: the module has no layers of more than one operation"]
 
 
@@ -219,10 +220,6 @@ def _function_of_kind(number: int) -> Callable[..., Any]:
 def _is_one_operation(module: nn.Module) -> bool:
     """Whether there is nothing to fuse: a linear, an embedding or a norm of torch's own."""
     return not any(True for _ in module.children()) and type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _some(fqns: list[str]) -> str:
-    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
 
 
 def check_compiler(device: torch.device) -> None:

@@ -30,7 +30,7 @@ from lightning_hybrid.gloo_via_host.choose_backend import choose_backend, limit_
 from lightning_hybrid.gloo_via_host.process_group import BACKEND
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
-from lightning_hybrid.memory.saved_activations.requested_techniques import ActivationRequests, Compression, Offload
+from lightning_hybrid.memory.saved_activations.requests import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision

@@ -14,23 +14,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.step.objects.op_names import CASTS, names, operator_names
 from lightning_hybrid.step.objects.pytree import flatten_call
 from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, user_line
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import tensors_in
 
 _VIEW_PROPERTIES = frozenset({"T", "mT"})
 _TRANSPOSES = frozenset({"t", "transpose", "swapaxes", "get_T", "get_mT"})
-_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"})
+_CASTS = CASTS | {"type", "type_as"}
 _PRODUCTS = frozenset({"matmul", "__matmul__", "mm"})
 # Operations on logits whose results are logits, a slice of their positions or their log-probabilities.
 _LOGITS_OPS = (
     _CASTS
-    | {"view", "reshape", "flatten", "unflatten", "permute", "movedim", "squeeze", "unsqueeze", "__getitem__", "narrow"}
-    | {"transpose", "select", "split", "chunk", "unbind", "index_select", "cat", "view_as", "reshape_as"}
-    | {f"{pre}{name}{post}" for name in ("mul", "div", "truediv", "add", "sub", "neg")
-       for pre, post in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))}
-    | {"tanh", "where", "masked_fill", "log_softmax", "softmax"}
-)  # fmt: skip
+    | operator_names(("mul", "div", "truediv", "add", "sub", "neg"))
+    | names(
+        "view reshape flatten unflatten permute movedim squeeze unsqueeze __getitem__ narrow transpose select split"
+        " chunk unbind index_select cat view_as reshape_as tanh where masked_fill log_softmax softmax"
+    )
+)
 _LOSSES = frozenset({"cross_entropy", "nll_loss", "logsumexp", "gather", "log_softmax"})
 _OTHER_READERS = frozenset({"argmax"})
 

@@ -14,22 +14,27 @@ not used, and the layer is proved at its own width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.narrow.copy_of_unit import copy_of_unit, divided_leaf
-from lightning_hybrid.equivalence.narrow.shape_trace import difference_but_width, why_not_same_program
+from lightning_hybrid.equivalence.narrow.shape_trace import ShapeTrace, difference_but_width, why_not_same_program
 from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, divisions, named_widths
+from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, scaled, shard_tensor
 from lightning_hybrid.step.objects.pytree import unflatten
-from lightning_hybrid.tensor.narrow.plan_of_other_width import plan_of_other_width
-from lightning_hybrid.tensor.narrow.trace_of_unit import sharded_trace, unsharded_trace
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE
+from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks
+from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example
+from lightning_hybrid.tensor.trial.run_unit_trials import Setting, run_forward
 from lightning_hybrid.tensor.trial.sharded_unit_proof import prove_cached
 
 LEAST_NUMEL = 2**24  # parameters of a layer that is worth a copy; smaller ones are searched in a second or two
@@ -167,3 +172,109 @@ def _without_values(example: Example) -> Example:
 def _divided(example: Example, division: Division, *, with_values: bool) -> Example:
     leaves = (divided_leaf(leaf, division, with_values=with_values) for leaf in example.leaves)
     return replace(example, leaves=tuple(leaves))
+
+
+def plan_of_other_width(plan: UnitPlan, unit: nn.Module, other: nn.Module) -> UnitPlan:
+    """Returns a plan of `unit` for `other`, a copy whose sizes are multiples or parts of those of the unit.
+
+    Raises:
+        ValueError: A size cannot be converted.
+    """
+    after = dict((*other.named_parameters(), *other.named_buffers()))
+
+    def converted(placements: Mapping[str, Placement]) -> dict[str, Any]:
+        return {
+            fqn: placement.scaled_to(after[fqn].shape[placement.dim]) if isinstance(placement, Shard) else placement
+            for fqn, placement in placements.items()
+        }
+
+    attributes = {
+        fqn: {
+            name: scaled(value, vars(unit.get_submodule(fqn))[name], vars(other.get_submodule(fqn))[name])
+            for name, value in values.items()
+        }
+        for fqn, values in plan.attributes.items()
+    }
+    linears = {fqn: _linear(linear, other) for fqn, linear in plan.linears.items()}
+    positions, full_sequence_plan = plan.positions, plan.full_sequence_plan
+    if positions is not None:
+        positions = replace(
+            positions,
+            features=_features(positions, plan, linears),
+            parameter_shards=converted(positions.parameter_shards),
+        )
+    if full_sequence_plan is not None:
+        full_sequence_plan = plan_of_other_width(full_sequence_plan, unit, other)
+    return replace(
+        plan,
+        placements=converted(plan.placements),
+        attributes=attributes,
+        linears=linears,
+        positions=positions,
+        full_sequence_plan=full_sequence_plan,
+    )
+
+
+def _features(positions: PositionsPlan, plan: UnitPlan, linears: Mapping[str, LinearLike]) -> dict[str, Shard]:
+    found = {}
+    for fqn, placement in positions.features.items():
+        side = "num_in" if plan.roles.get(fqn) == "row" else "num_out"
+        found[fqn] = placement.scaled_to(getattr(linears[fqn], side))
+    return found
+
+
+def _linear(linear: LinearLike, other: nn.Module) -> LinearLike:
+    shape = other.get_parameter(linear.parameter("weight")).shape
+    return replace(linear, num_out=shape[linear.out_dim], num_in=shape[linear.in_dim])
+
+
+class _ShapesOfRanks:
+    """One of several ranks, whose collectives on fake tensors give the right shapes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leaves the tensor, of any shape, as it is."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of this rank, of any shape, for each rank."""
+        return [tensor.detach() for _ in range(self.size)]
+
+    def exchange(self, blocks: list[Tensor], shapes: list[Any]) -> list[Tensor]:
+        """Tensors of these shapes."""
+        return [blocks[0].new_empty(shape) for shape in shapes]
+
+
+def unsharded_trace(unit: nn.Module, example: Example, *, training: bool) -> ShapeTrace:
+    """The trace of a unit of fake tensors, unsharded."""
+    trace = ShapeTrace()
+    with FAKE_MODE, quiet_fake_kernels():
+        run_forward(unit.train(training), example, Setting(training), trace)
+    return trace
+
+
+def sharded_trace(unit: nn.Module, plan: UnitPlan, example: Example, *, training: bool, last: bool) -> ShapeTrace:
+    """The trace of a unit of fake tensors on the first or the last rank of a plan.
+
+    Raises:
+        ValueError: The sequence was not sharded although the plan shards it.
+    """
+    context_size = plan.context if plan.positions is not None and plan.positions.by != "tensor" else 1
+    ranks: ExchangingRanks = _ShapesOfRanks((plan.size - 1) * last, plan.size)
+    context: ExchangingRanks = _ShapesOfRanks((context_size - 1) * last, context_size)
+    local: dict[str, Tensor] = {}
+    for fqn, tensor in (*unit.named_parameters(), *unit.named_buffers()):
+        with FAKE_MODE:
+            shard = shard_tensor(tensor.detach(), plan.placements[fqn], ranks.rank, plan.size).clone()
+        local[fqn] = shard.requires_grad_(tensor.requires_grad)
+    none = contextlib.nullcontext
+    runner = ShardedUnit(
+        unit, plan, ranks, context=context, tensors=lambda: local, around_draw=none, around_local_draw=none
+    )
+    trace = ShapeTrace()
+    with FAKE_MODE, quiet_fake_kernels(), runner.running():
+        run_forward(unit.train(training), example, Setting(training), trace)
+    if plan.positions is not None and not runner.num_sharded_sequences:
+        raise ValueError("the sequence was not sharded")
+    return trace

@@ -67,10 +67,6 @@ def check_styles(plan: Any) -> None:
 def requests_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Request]:
     """Resolves the user's plan to requests, by FQN in the root of each module that has parameters of its own.
 
-    Args:
-        root: The user's module.
-        plan: Pattern -> style, checked by `check_styles`.
-
     Raises:
         TensorPlanError: A pattern matches no module, or none that could be sharded so.
     """

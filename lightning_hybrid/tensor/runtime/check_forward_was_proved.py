@@ -36,6 +36,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 )
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.op_names import READS
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
@@ -46,12 +47,7 @@ from lightning_hybrid.step.tracing.record_user_lines_calling_torch import (
     user_call_sites,
 )
 
-_VALUE_READS = frozenset(
-    {
-        *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__format__", "__array__"),
-        *("__dlpack__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
-    }
-)
+_VALUE_READS = READS - {"__repr__", "__str__"}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _COMPARED = frozenset({bool, int, str})  # numbers with a fraction may be times
 _MOST_KEYS = 512
@@ -146,14 +142,7 @@ class ProvedCalls:
         self.isolated: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
 
     def first_deviation(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Where a forward does something that was not proved, in words; "" if it does not.
-
-        Args:
-            sharded: The unit's sharded forward.
-            full: Its forward on full parameters.
-            args: Arguments of the call.
-            kwargs: Keyword arguments of the call.
-        """
+        """Where a forward does something that was not proved, in words; "" if it does not."""
         key = self._key(args, kwargs)
         if key not in self._checked:
             self._checked[key] = self._check(sharded, full, args, kwargs)

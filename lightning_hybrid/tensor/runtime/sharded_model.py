@@ -14,26 +14,34 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, join, padded
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.shared_memory.collectives import hidden_from_modes
+from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
-from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, paired
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, Ranks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.runtime.branches import Branches
 from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, compiled_forwards
-from lightning_hybrid.tensor.runtime.sharded_buffers import ShardedBuffers
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import AroundDraw
-from lightning_hybrid.tensor.vocabulary.weights_read_outside_units_mode import WeightsOutsideUnits
+from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
+from lightning_hybrid.text import spanned
+
+# Attributes of a parameter that are equal for its shard, or belong to the shard.
+_OF_SHARD = frozenset({"grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks", "device", "dtype", "layout"})
+_IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "__set__", "__delete__"})
 
 
 class ShardedModel:
@@ -260,13 +268,138 @@ class ShardedModel:
                 reasons.setdefault(where, []).append(fqn)
         self._unproved = dict.fromkeys(self._unproved, "")
         for where, fqns in reasons.items():
-            which = fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
             self._warn(
-                f"{which}: some batches run unsharded, with full weights on every tensor rank. They run code for which"
-                f" the check of the sharded layer against the full one has failed ({where}); other batches run sharded"
+                f"{spanned(fqns)}: some batches run unsharded, with full weights on every tensor rank. They run code"
+                " for which the check of the sharded layer against the full one has failed"
+                f" ({where}); other batches run sharded"
             )
 
     def forget(self) -> None:
         """Drops the units: parameters are full again."""
         self._runners, self._buffers, self._compiled, self._expert_users = {}, {}, {}, {}
         self._reads = None
+
+
+class Branches:
+    """The proofs that were made in a run: which lines each of them covers."""
+
+    def __init__(self, lines_of_branch: Callable[..., frozenset[int]]) -> None:
+        """Begins without proofs.
+
+        Args:
+            lines_of_branch: Proves a plan of a unit with the arguments of one call; returns the lines that have called
+                torch in that proof, none if it fails.
+        """
+        self._lines_of_branch = lines_of_branch
+        self._proofs: list[tuple[int, UnitPlan, frozenset[int], frozenset[int]]] = []
+
+    def lines(
+        self,
+        kind: int,
+        unit: nn.Module,
+        plan: UnitPlan,
+        new: frozenset[int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> frozenset[int]:
+        """The lines of the proof for a call, which is made if no unit of the kind has run these lines before.
+
+        Args:
+            kind: The same for units of equal structure.
+            unit: The unit.
+            plan: Its plan.
+            new: Lines of the call for which the plan is not proved.
+            args: Arguments of the call.
+            kwargs: Its keyword arguments.
+        """
+        plan = replace(plan, num_trials=0, seconds=0.0)
+        for other_kind, other_plan, tried, lines in self._proofs:
+            if (other_kind, tried) == (kind, new) and other_plan == plan:
+                return lines
+        lines = self._lines_of_branch(unit, args, kwargs, plan)
+        self._proofs.append((kind, plan, new, lines))
+        return lines
+
+
+# Buffers of a sharded unit: each tensor rank updates its shard, and all of them have the full buffers after a forward.
+# So code outside of units, checkpoints and forwards that run unsharded read what a single process would have.
+
+
+class ShardedBuffers:
+    """The buffers of one unit that its plan shards over tensor ranks."""
+
+    def __init__(self, unit: nn.Module, placements: Mapping[str, Placement], ranks: Ranks) -> None:
+        """Selects the buffers.
+
+        Args:
+            unit: The user's module, with full buffers.
+            placements: Placements of its parameters and buffers, by FQN inside the unit.
+            ranks: The tensor ranks.
+        """
+        self._unit, self._ranks = unit, ranks
+        found = {name: placements.get(name) for name, _ in unit.named_buffers()}
+        self._placements = {name: placement for name, placement in found.items() if isinstance(placement, Shard)}
+        owners = {name: unit.get_submodule(name.rpartition(".")[0]) for name in self._placements}
+        # Torch's norms write their statistics in training mode only.
+        self._unknown = [name for name, owner in owners.items() if not type(owner).__module__.startswith("torch.")]
+        self._norms = [(name, owner) for name, owner in owners.items() if name not in self._unknown]
+
+    def local(self) -> dict[str, Tensor]:
+        """This rank's shards, of shape (..., local length, ...), as views of the full buffers."""
+        rank, size = self._ranks.rank, self._ranks.size
+        return {
+            name: placement.view(self._unit.get_buffer(name), rank, size)
+            for name, placement in self._placements.items()
+        }
+
+    def gathered_after(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the unit's sharded forward: buffers that it may have written are full on all ranks after it."""
+        if not self._placements:
+            return run
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = run(*args, **kwargs)
+            written = self._unknown + [name for name, owner in self._norms if owner.training]
+            if written:
+                self._gather(written)
+            return output
+
+        return forward
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _gather(self, names: list[str]) -> None:
+        """All-gathers these buffers in one message; collective over the tensor ranks."""
+        local = self.local()
+        # As the kernel of batch norms, which does not change the version: a backward needs none of the statistics.
+        full = {name: self._unit.get_buffer(name) for name in names}
+        with hidden_from_modes(), torch.autograd._unsafe_preserve_version_counter(tuple(full.values())):
+            shards = [padded(local[name], self._placements[name]).contiguous() for name in names]
+            message = torch.cat([shard.reshape(-1).view(torch.uint8) for shard in shards])
+            rows = [row.split([shard.nbytes for shard in shards]) for row in self._ranks.all_gather(message)]
+            for index, (name, shard) in enumerate(zip(names, shards, strict=True)):
+                # A slice may begin at an offset that is not aligned for this dtype.
+                of_ranks = [row[index].clone().view(shard.dtype).view(shard.shape) for row in rows]
+                full[name].copy_(join(of_ranks, self._placements[name]))
+
+
+class WeightsOutsideUnits(TorchFunctionMode):
+    """A mode in which operations on a vocabulary-parallel weight get it as a tensor of the full shape."""
+
+    def __init__(self, placements: Mapping[int, Shard], ranks: Ranks) -> None:
+        """Takes the placements by id of the parameter, which holds this rank's shard, and the ranks of all shards."""
+        super().__init__()
+        self._sharded = {
+            key: (placement.dim, Vocabulary(placement.length, ranks)) for key, placement in placements.items()
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _IDENTITY or (name == "__get__" and func.__self__.__name__ in _OF_SHARD):
+            return func(*args, **kwargs)
+        leaves, plain = flatten_call(args, kwargs)
+        if any(id(leaf) in self._sharded for leaf in leaves):
+            leaves = [represent(x, *self._sharded[id(x)]) if id(x) in self._sharded else x for x in leaves]
+            args, kwargs = rebuild_call(leaves, args, kwargs, plain)
+        return func(*args, **kwargs)

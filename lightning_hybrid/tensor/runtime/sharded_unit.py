@@ -19,8 +19,8 @@ features are sharded over tensor ranks times context ranks; those of other regio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from lightning_hybrid.collectives.wait_for_arrivals import all_arrive, arrive
 from lightning_hybrid.errors import CannotShard, StepError
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
-from lightning_hybrid.patching import replaced
+from lightning_hybrid.patching import replace, replaced
+from lightning_hybrid.randomness.keyed_draws import FORWARD_WRAPPER
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
@@ -51,17 +52,13 @@ from lightning_hybrid.tensor.runtime.ring_attention_mode import RingAttentionMod
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import RegionMode
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import sharded_over
-from lightning_hybrid.tensor.shard_state.swap_parameters_and_forwards import (
-    find_slots,
-    put_attributes,
-    put_forwards,
-    put_tensors,
-)
 from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import AroundDraw, LocalPositionDraws, RankDraws
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 Tensors = Mapping[str, Tensor]
+Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them
+Modules = Mapping[str, nn.Module]
 
 
 def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
@@ -371,3 +368,63 @@ def _local_substitute(
         " tensor_parallel_size=1",
         entry="swapped-weight",
     )
+
+
+def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
+    """Finds the slots of each parameter and buffer: one, or several where modules share it.
+
+    Args:
+        modules: All modules of the unit, by FQN.
+        fqns: The names of parameters and buffers.
+    """
+    by_tensor: dict[int, list[Slot]] = {}
+    members: Any
+    for module in modules.values():
+        for members in (module._parameters, module._buffers):
+            for name, tensor in members.items():
+                by_tensor.setdefault(id(tensor), []).append((members, name))
+    slots = {}
+    for fqn in fqns:
+        owner, _, name = fqn.rpartition(".")
+        module = modules[owner]
+        members = module._parameters if name in module._parameters else module._buffers
+        slots[fqn] = [(members, name)] if members[name] is None else by_tensor[id(members[name])]
+    return slots
+
+
+def put_tensors(slots: Mapping[str, list[Slot]], tensors: Mapping[str, Tensor], undo: ExitStack) -> None:
+    """Puts tensors, of any shape, into their slots, by FQN; ``undo`` restores the previous ones."""
+    for fqn, tensor in tensors.items():
+        for members, name in slots[fqn]:
+            if members[name] is not tensor:
+                undo.callback(members.__setitem__, name, members[name])
+                members[name] = tensor
+
+
+def put_attributes(modules: Modules, values: Mapping[str, Mapping[str, int]], undo: ExitStack) -> None:
+    """Sets attributes of modules, by FQN and name; ``undo`` restores the previous values."""
+    for fqn, named in values.items():
+        attributes = modules[fqn].__dict__
+        for name, value in named.items():
+            undo.callback(attributes.__setitem__, name, attributes[name])
+            attributes[name] = value
+
+
+def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], undo: ExitStack) -> None:
+    """Replaces forwards of modules, by FQN, except that of the unit itself; ``undo`` restores them."""
+    for fqn, forward in forwards.items():
+        if fqn:
+            attributes = modules[fqn].__dict__
+            around = getattr(attributes.get("forward"), FORWARD_WRAPPER, None)  # keys the random numbers of the module
+            if around is not None:
+                undo.callback(replace(modules[fqn], "forward", around(forward), reason="parallel linears"))
+                continue
+            if "forward" in attributes:
+                undo.callback(attributes.__setitem__, "forward", attributes["forward"])
+            else:
+                undo.callback(attributes.__delitem__, "forward")
+            attributes["forward"] = forward  # the same object each time: compiled code is guarded by it
+    for module in modules.values():
+        # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
+        if isinstance(module, nn.TransformerEncoderLayer):
+            undo.callback(replace(module, "activation_relu_or_gelu", 0, reason="parallel linears"))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -26,42 +27,25 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import CannotShard
+from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.randomness.random_number_ops import draws
+from lightning_hybrid.step.objects.op_names import names, operator_names
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
-from lightning_hybrid.tensor.runtime.convert_slices_to_local import local_index, local_offset, local_sections
-from lightning_hybrid.tensor.runtime.find_sequence_length_in_view_sizes import find_positions
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import linear_of, mark, mark_all, sharded_over, tensors_in
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
 _SITE_DEPTH = 3
-
-_QUERIES = frozenset(
-    {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "__len__", "requires_grad_"}
-)
+_QUERIES = names("size dim numel stride is_contiguous is_floating_point __len__ requires_grad_")
 _VIEWS = frozenset({"view", "reshape"})
 _CHANNELS = frozenset({"batch_norm", "group_norm", "instance_norm", "prelu"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 _REWRITTEN = _VIEWS | _CONVOLUTIONS | {"unflatten", "expand", "group_norm", "split", "narrow", "__getitem__"}
-BROADCAST = frozenset(
-    f"{pre}{name}{post}"
-    for name in ("add", "sub", "mul", "div", "truediv", "pow", "and", "or")
-    for pre, post in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
-) | {
-    "where",
-    "masked_fill",
-    "masked_fill_",
-    "maximum",
-    "minimum",
-    "lerp",
-    "addcmul",
-    "rsub",
-    "true_divide",
-    "logical_and",
-}
+BROADCAST = operator_names(("add", "sub", "mul", "div", "truediv", "pow", "and", "or")) | names(
+    "where masked_fill masked_fill_ maximum minimum lerp addcmul rsub true_divide logical_and"
+)
 _ATTENTION = "scaled_dot_product_attention"
 _BATCHED = "baddbmm"  # its addend has batch and heads in one dim
 
@@ -387,3 +371,87 @@ def _is_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__",))
     return name.endswith("_")
+
+
+def local_offset(placement: Shard, offset: int) -> int:
+    """Converts an offset into the full dim to an offset into a rank's shard."""
+    local = placement.local_offset(offset)
+    if local is None:
+        raise CannotShard(
+            f"offset {offset} falls inside a shard of a projection of {placement.length} features",
+            entry="unproved-code",
+        )
+    return local
+
+
+def local_sections(placement: Shard, sections: int | list[int] | tuple[int, ...]) -> list[int]:
+    """Converts the sections of a ``split`` of the full dim to sections of a rank's shard."""
+    if isinstance(sections, int):
+        full = placement.length
+        sections = [min(sections, full - start) for start in range(0, full, sections)]
+    elif sum(sections) != placement.length:
+        raise CannotShard(
+            f"sections {list(sections)} do not fill a projection of {placement.length} features", entry="unproved-code"
+        )
+    bounds = [local_offset(placement, sum(sections[:k])) for k in range(len(sections) + 1)]
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+def local_index(index: Any, num_dims: int, placement: Shard, feature_dim: int) -> Any | None:
+    """Converts an index that slices the full features to one that slices the local features; None if it slices none.
+
+    Args:
+        index: The index in the brackets.
+        num_dims: Number of dims of the indexed value.
+        placement: How its features are sharded.
+        feature_dim: Their dim, counted from the end.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(item, Tensor) or item is None for item in items):
+        return None
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (num_dims - len(items) + 1)
+    dim = num_dims + feature_dim
+    if dim >= len(items) or not isinstance(items[dim], slice):
+        return None
+    wanted = items[dim]
+    if wanted.step not in (None, 1) or (wanted.start is None and wanted.stop is None):
+        return None
+    start, stop, _ = wanted.indices(placement.length)
+    items[dim] = slice(local_offset(placement, start), local_offset(placement, stop))
+    return tuple(items)
+
+
+def find_positions(
+    old: tuple[int, ...], sizes: tuple[int, ...], lengths: Collection[int], local: int, *, same_dims: bool
+) -> tuple[int, int] | None:
+    """Finds the index in ``sizes`` that means positions, and the dim of the value that has all positions.
+
+    Args:
+        old: The shape of the value.
+        sizes: The sizes that the code requests.
+        lengths: The numbers of positions that values in regions may have.
+        local: The number of positions in this rank's shard, from which the code computes sizes.
+        same_dims: Whether dims stay what they are, counted from the end (``expand``); else they are split and joined.
+
+    Returns:
+        Index in ``sizes`` and dim of the value; None if no size means positions.
+    """
+    found = []
+    for index, size in enumerate(sizes):
+        for dim, have in enumerate(old):
+            if size != local or have not in lengths or have == local:
+                continue
+            if same_dims and len(sizes) - index == len(old) - dim:
+                return index, dim
+            is_explained = index < len(old) and index != dim and old[index] == size  # the batch, say
+            if not same_dims and not is_explained and (index == dim or _fits(old, sizes, index, have)):
+                found.append((index != dim, index, dim))
+    return min(found)[1:] if found else None
+
+
+def _fits(old: tuple[int, ...], sizes: tuple[int, ...], index: int, length: int) -> bool:
+    """Whether the value has as many elements as requested with this length; or a multiple: of all heads, say."""
+    wanted = prod(size for size in (*sizes[:index], length, *sizes[index + 1 :]) if size != -1)
+    return prod(old) % wanted == 0 if -1 in sizes else wanted % prod(old) == 0

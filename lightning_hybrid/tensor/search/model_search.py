@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_hybrid.errors import TensorPlanError
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import full_shape
@@ -21,15 +23,23 @@ from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitC
 from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests, check_followed
-from lightning_hybrid.tensor.search.choose_vocabulary_shardings import VocabularySharding, choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
+from lightning_hybrid.tensor.trial.sharded_unit_proof import TOLERANCE
+from lightning_hybrid.tensor.trial.threaded_ranks import ThreadRanks, TrialFailed, on_ranks
+from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 _PLAIN = (bool, int, float, str, type(None))
 _COMPILED = "torch.compile has made it one function, which cannot be split; compile='units' compiles each layer"
 # An unpaired linear that is so many times smaller than the module costs more messages than it saves memory.
 _SMALL_SHARE = 64
 _FEW_SHARE = 8  # unless all such linears together are more than this share of it
+# A table with so many times fewer rows than the largest one (positions, token types) is not worth an all-reduce.
+_SMALL_TABLE_FACTOR = 8
+# Shards of different sizes need so many rows for each rank.
+_UNEVEN_ROWS = 4
+_WIDTH, _POSITIONS = 5, (3, 7)
+_MAX_ROWS = 97
 
 
 def plan_units(
@@ -261,3 +271,128 @@ def _call_key(args: Any, kwargs: Any) -> Hashable:
         else type(leaf)
         for leaf in leaves
     )
+
+
+@dataclass(frozen=True)
+class VocabularySharding:
+    """The vocabulary sharding of one weight.
+
+    Attributes:
+        dim: The dim that is sharded.
+        outside: Whether code outside of its units uses it too.
+        is_head: Whether it is multiplied by to make logits, or added to them.
+    """
+
+    dim: int
+    outside: bool
+    is_head: bool
+
+
+def choose_vocabulary_shardings(
+    root: nn.Module, uses: Mapping[str, WeightUse], size: int
+) -> tuple[dict[str, VocabularySharding], dict[str, str]]:
+    """Chooses the parameters to shard by vocabulary over `size` tensor ranks, from their uses in the step.
+
+    Returns:
+        The weights and biases to shard, and why other tables are not; by first FQN in the root.
+    """
+    parameters = dict(root.named_parameters())
+    shardings: dict[str, VocabularySharding] = {}
+    reasons: dict[str, str] = {}
+    tables = [full_shape(parameters[name]) for name, use in uses.items() if use.is_table]
+    largest = max(tables, key=prod, default=(0, 0))
+    for name, use in uses.items():
+        shape = full_shape(parameters[name])
+        if not (use.is_table or use.is_head) or len(shape) != 2:
+            continue
+        if use.is_table and not use.is_head:
+            if use.other:
+                reasons[name] = use.other
+                continue
+            if shape[0] * _SMALL_TABLE_FACTOR <= largest[0] or prod(shape) * _SMALL_TABLE_FACTOR <= prod(largest):
+                reasons[name] = f"a table of {shape[0]} rows, small beside one of {largest[0]}"
+                continue
+        if use.other or len(use.dims) != 1:
+            continue
+        (dim,) = use.dims
+        # An untied head is worth it if only a loss reads its output, and that is larger than its input.
+        if not use.is_table and (use.reads_others or not use.reads_loss or shape[dim] <= shape[1 - dim]):
+            continue
+        if shape[dim] <= shape[1 - dim]:
+            reasons[name] = f"a table of {shape[dim]} rows of {shape[1 - dim]}: less than what ranks would send for it"
+            continue
+        if not _can_shard(shape[dim], size):
+            reasons[name] = f"its vocabulary of {shape[dim]} rows is too small for {size} ranks"
+            continue
+        shardings[name] = VocabularySharding(dim, use.outside, use.is_head)
+        for bias in use.biases:
+            bias_use = uses[bias]
+            is_bias_alone = not (bias_use.other or bias_use.is_table or bias_use.is_head)
+            if is_bias_alone and full_shape(parameters[bias]) == (shape[dim],):
+                shardings[bias] = VocabularySharding(0, bias_use.outside, is_head=True)
+    return shardings, reasons
+
+
+def _can_shard(length: int, size: int) -> bool:
+    return length % size == 0 or (length >= _UNEVEN_ROWS * size and -(-length // size) * (size - 1) < length)
+
+
+# The proof that a vocabulary-parallel cross entropy equals that of the full logits.
+# Units are proved by themselves, and the loss is often in none of them. So this is done once for each size of a
+# vocabulary, with a tied weight: it is both looked up and multiplied by.
+
+
+def cross_entropy_failure(length: int, size: int) -> str | None:
+    """Compares a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None.
+
+    Args:
+        length: Rows of the vocabulary; a large one is replaced by a small one that is as uneven.
+        size: Number of tensor ranks.
+    """
+    rows = length if length <= _MAX_ROWS * size else _MAX_ROWS * size + length % size
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    weight, bias, x = random(rows, _WIDTH), random(rows), random(*_POSITIONS, _WIDTH)
+    tokens = torch.linspace(0, rows - 1, x[..., 0].numel()).long().view(_POSITIONS)
+    targets = tokens.flip(0).clone()
+    targets[0, 0] = targets[2, 3] = -100
+    expected = _run(weight, bias, x, tokens, targets, None)
+
+    def one(ranks: ThreadRanks) -> list[Tensor]:
+        vocabulary = Vocabulary(rows, ranks)
+        local = [shard_tensor(full, vocabulary.shard(0), ranks.rank, size) for full in (weight, bias)]
+        return _run(local[0], local[1], x, tokens, targets, vocabulary)
+
+    try:
+        outcomes = on_ranks(size, one)
+    except TrialFailed as failure:
+        return str(failure)
+    placement = Shard.unevenly(0, rows, size)
+    for index, (name, wanted) in enumerate(zip(_NAMES, expected, strict=True)):
+        each = [outcome[index] for outcome in outcomes]
+        for found in [join(each, placement)] if "row" in name else each:
+            distance = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
+            if not distance <= TOLERANCE:
+                return f"{name} of a vocabulary-parallel cross entropy: relative difference {distance:.1e}"
+    return None
+
+
+_NAMES = ("loss", "smoothed loss", "largest", "gradient of rows", "gradient of the rows' biases", "gradient of inputs")
+
+
+def _run(
+    weight: Tensor, bias: Tensor, x: Tensor, tokens: Tensor, targets: Tensor, vocabulary: Vocabulary | None
+) -> list[Tensor]:
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in (weight, bias, x)]
+    rows, row_biases, x = inputs
+    if vocabulary is not None:
+        rows, row_biases = represent(rows, 0, vocabulary), represent(row_biases, 0, vocabulary)
+    logits = F.linear(F.embedding(tokens, rows) * 0.5 + x, rows, row_biases)
+    shifted = logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(shifted, targets[:, 1:].flatten())
+    smooth = F.cross_entropy(logits.transpose(1, 2), targets, label_smoothing=0.1, reduction="sum")
+    largest = logits.argmax(-1).double()
+    return [loss.detach(), smooth.detach(), largest, *torch.autograd.grad(loss + smooth, inputs)]

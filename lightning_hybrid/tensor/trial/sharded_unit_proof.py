@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import dims_of_several, value_read_in
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows
 from lightning_hybrid.tensor.trial.general_position import in_general_position
-from lightning_hybrid.tensor.trial.outlier_examples import difference_on_outliers, outlier_examples
 from lightning_hybrid.tensor.trial.run_unit_trials import (
     Outcome,
     Setting,
@@ -35,6 +34,10 @@ from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed
 TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
 NOT_SHARDED = "nothing was sharded"
 LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it
+_TINY = 1e-4  # its effects are above the tolerance, beside numbers of ordinary size
+_LARGE = {torch.float64: 1e3, torch.float32: 10.0}  # that scores of attention are still exact enough
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+_LEAST = 1e-6  # the smallest scale of a position
 
 
 @dataclass
@@ -370,14 +373,7 @@ def _runs_without_modes(proof: Proof) -> bool:
 
 
 def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> UnitPlan | None:
-    """Proves a plan of a structurally equal unit for this unit; returns it with its costs, or None if it fails.
-
-    Args:
-        unit: The user's unit.
-        args: Arguments of one call.
-        kwargs: Its keyword arguments.
-        plan: The plan.
-    """
+    """Proves a plan of a structurally equal unit for this unit; returns it with its costs, or None if it fails."""
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         least = 1
@@ -397,3 +393,61 @@ def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 return None
             num_trials += proof.ranks.num_trials
     return replace(plan, calls=proof.calls, num_trials=num_trials, seconds=time.perf_counter() - began)
+
+
+# Examples whose positions differ so much that a layer of local positions would decide otherwise than the full layer.
+# Random numbers of one scale reach few thresholds: `torch.where(h.abs().max() > 50, h / 2, h)` is `h` on each rank and
+# in the full layer, until an outlier comes. In these examples one rank has an outlier, one has almost zeros, or all
+# positions are equal, as where all tokens go to one expert.
+
+
+def outlier_examples(example: Example, leaf_index: int, dim: int) -> Iterator[tuple[str, Example]]:
+    """Yields examples of the same shapes, each with its description.
+
+    Args:
+        example: The example of a unit.
+        leaf_index: Index of the sequence among the arguments, a floating tensor of any shape.
+        dim: Its dim of positions.
+    """
+    leaf = example.leaves[leaf_index]
+    length = leaf.shape[dim]
+    shape = [length if other == dim else 1 for other in range(leaf.dim())]
+    large = _LARGE.get(leaf.dtype, 10.0)
+    scales = torch.ones(length, dtype=leaf.dtype)
+    scales[length // 2 :], scales[0] = _TINY, large
+    invalid = torch.ones(length, dtype=leaf.dtype)
+    invalid[-1] = torch.inf
+    with torch.no_grad():
+        changed = {
+            "an outlier in its first position": leaf * scales.view(shape),
+            "an outlier in its last position": leaf * scales.flip(0).view(shape),
+            "infinite numbers in its last position": leaf * invalid.view(shape),
+            "equal positions": leaf.narrow(dim, 0, 1).expand_as(leaf).clone(),
+        }
+    for text, value in changed.items():
+        leaves = list(example.leaves)
+        leaves[leaf_index] = value.requires_grad_(leaf.requires_grad)
+        yield text, replace(example, leaves=tuple(leaves))
+
+
+def difference_on_outliers(found: Any, wanted: Any, length: int, dim: int) -> str | None:
+    """The difference between two values where both are finite, each position by its own scale; or None.
+
+    Args:
+        found: A value of a sharded run; a tensor of any shape, or another object.
+        wanted: The same value of the full unit.
+        length: Number of positions of the sequence.
+        dim: Its dim of positions.
+    """
+    if not isinstance(found, Tensor) or not isinstance(wanted, Tensor) or found.shape != wanted.shape:
+        return difference_of(found, wanted, 0.0)
+    if not wanted.is_floating_point():
+        return difference_of(found, wanted, 0.0)
+    tolerance = _TOLERANCES.get(wanted.dtype, 5e-2)
+    is_finite = found.isfinite() & wanted.isfinite()
+    found, wanted = (torch.where(is_finite, value.detach(), 0.0) for value in (found, wanted))
+    if wanted.dim() > dim and wanted.shape[dim] == length:
+        others = [other for other in range(wanted.dim()) if other != dim]
+        scale = (wanted.abs().amax(others, keepdim=True) if others else wanted.abs()).clamp(min=_LEAST)
+        found, wanted = found / scale, wanted / scale
+    return difference_of(found, wanted, tolerance)

@@ -14,16 +14,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import MemoryMonitor, PipelineTimeline
-from lightning_hybrid.callbacks.lost_time.model_and_memory import ModelAndMemory
 from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
+from lightning_hybrid.callbacks.pipeline_timeline import ModelAndMemory
 from lightning_hybrid.cli import main
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import PlanLayout
-from lightning_hybrid.planner.search.plans_and_rejections import duration
 from lightning_hybrid.planner.search.search_layouts import predict_plan
 from lightning_hybrid.schedule.measured.measured_costs_file import load_measured_costs
+from lightning_hybrid.text import timed
 from models.command_line_classes import Stack
 
 MODULE = str(Path(__file__).parents[2] / "models" / "command_line_classes.py")
@@ -63,7 +63,7 @@ def test_the_measured_layout_is_predicted_as_measured(worlds, tmp_path, capsys):
     assert measured.peak_memory == tuple(peaks)
     seconds = statistics.median(step.step_seconds for step in measured.step_times)
     [printed] = [message for message in messages if "the error of the prediction is" in message]
-    assert f"predicted {duration(plan.time.seconds)} ± 8% of a step, measured {duration(seconds)}: " in printed
+    assert f"predicted {timed(plan.time.seconds)} ± 8% of a step, measured {timed(seconds)}: " in printed
 
     content = plan_of(capsys, f"{MODULE}:Stack", "--measured", str(tmp_path), "--why", "pp=2,m=2")
     found = content["why"]

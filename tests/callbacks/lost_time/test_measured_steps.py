@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hybrid.callbacks.gather_action_times_of_ranks import MeasuredStep
+from lightning_hybrid.callbacks.action_times import MeasuredStep
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps, analyze_step, metrics_of
 from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
 from lightning_hybrid.callbacks.lost_time.write_measurements import write_lost_time, write_measured_costs

@@ -16,7 +16,7 @@ from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ThroughputMonitor
 from lightning_hybrid.callbacks.monitors import throughput_monitor
-from lightning_hybrid.callbacks.monitors.count_step_flops import StepFlopCounter
+from lightning_hybrid.callbacks.monitors.throughput_monitor import StepFlopCounter
 from models.cases import Samples, make
 from models.hand_written import LENGTH, WIDTH
 from models.plain_gpt import PlainGPT

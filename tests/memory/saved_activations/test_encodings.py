@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from lightning_hybrid.memory.saved_activations.exact_bit_packing import (
+from lightning_hybrid.memory.saved_activations.encoding import (
+    GROUP,
+    dequantize,
     pack_codes,
     pack_integers,
     pack_two_values,
+    quantize,
     unpack_codes,
     unpack_integers,
 )
-from lightning_hybrid.memory.saved_activations.quantize_in_groups import GROUP, dequantize, quantize
 
 
 def generator(seed=0):

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.live_storages import LiveStorages
 from lightning_hybrid.errors import OffloadError
-from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations, Moving
-from lightning_hybrid.memory.saved_activations.offload_to_files import ActivationFile
-from lightning_hybrid.memory.saved_activations.requested_techniques import Compression
+from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
+from lightning_hybrid.memory.saved_activations.places import ActivationFile
+from lightning_hybrid.memory.saved_activations.requests import Compression
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid.experts import ExpertsAdapter, MoE, register_experts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
 from lightning_hybrid.experts.parallel import adapter_registry
-from lightning_hybrid.planner.costs.costs_from_config import costs_from_config
 from lightning_hybrid.planner.costs.expert_sets import EXPERT_PROOF
+from lightning_hybrid.planner.costs.transformer_costs import costs_from_config
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.memory.predict_memory import predict_memory
 from lightning_hybrid.planner.number_format_of_precision import number_format_of

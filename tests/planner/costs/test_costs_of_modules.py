@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from lightning_hybrid.planner.costs.costs_from_config import costs_from_config, shape_from_config
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
+from lightning_hybrid.planner.costs.transformer_costs import costs_from_config, shape_from_config
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS
 from lightning_hybrid.planner.search.search_layouts import search_layouts

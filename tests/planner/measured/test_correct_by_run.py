@@ -153,7 +153,7 @@ def test_the_note_has_both_numbers():
     predicted = predict_plan(COSTS, measured_layout(run_of(dp=4)), FORMAT, A100)
     assert "432 ms of a step (median of 3 steps) against " in note and "dp=4,m=4;" in note
     assert f"{1e3 * predicted.time.seconds:,.3g} ms predicted" in note
-    assert "4.0 GB of tensors measured against" in note
+    assert "4 GB of tensors measured against" in note
 
 
 def test_the_median_of_the_later_steps_counts():
@@ -253,7 +253,7 @@ def test_factors_are_bounded():
     memory = corrected_costs(run_of(peak_memory=(100_000_000_000,))).correction.memory
     assert memory.factor == 2 and memory.added > 0
     few = corrected_costs(run_of(peak_memory=(1_000_000,)))
-    assert few.correction.memory is None and "memory is not corrected: 1.0 MB" in few.notes[-1]
+    assert few.correction.memory is None and "memory is not corrected: 1 MB" in few.notes[-1]
     unmeasured = corrected_costs(run_of(peak_memory=()))
     assert unmeasured.correction.memory is None and "memory was not measured" in unmeasured.notes[-1]
 

@@ -19,7 +19,7 @@ from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import AdaScale, GoodputMonitor, GradientCompression, LocalSGD
 from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
 from lightning_hybrid.gradient_compression.method import Traffic
-from lightning_hybrid.gradient_compression.top_k import TopK
+from lightning_hybrid.gradient_compression.quantized import TopK
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 from lightning_hybrid.strategies.slow_links.connect_gradient_compression import keep_feedback
 from models.regression import Sequential, StepsManually

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard, shard_tensor
 from lightning_hybrid.tensor.narrow import narrow_layer as narrowing
-from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer
-from lightning_hybrid.tensor.narrow.plan_of_other_width import plan_of_other_width
+from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer, plan_of_other_width
 from lightning_hybrid.tensor.plan.unit_plan import NO_LINEAR
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
 from lightning_hybrid.tensor.search import plan_cache

@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Replicated, Shard
-from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
-from lightning_hybrid.tensor.runtime.find_sequence_length_in_view_sizes import find_positions
+from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import find_positions
+from lightning_hybrid.tensor.search.plan_cache import from_json, to_json
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import RankDraws
 from lightning_hybrid.tensor.trial.example_inputs import make_example

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
-from lightning_hybrid.tensor.shard_state.swap_parameters_and_forwards import (
+from lightning_hybrid.tensor.runtime.sharded_unit import (
     find_slots,
     put_attributes,
     put_forwards,
     put_tensors,
 )
+from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
 from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import RankDraws
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.trial.outlier_examples import difference_on_outliers
+from lightning_hybrid.tensor.trial.sharded_unit_proof import difference_on_outliers
 from models.tensor_blocks import Block, FusedAttention, tokens
 
 HEADS_EXCHANGED = {"size": 1, "context": 2}

@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.parts.parameter_shard_placement import join, shard_tensor
 from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses
-from lightning_hybrid.tensor.search.choose_vocabulary_shardings import choose_vocabulary_shardings
-from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
+from lightning_hybrid.tensor.search.model_search import choose_vocabulary_shardings, cross_entropy_failure
 from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed, on_ranks
 from lightning_hybrid.tensor.vocabulary import sharded_losses as slice_losses
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary, VocabularyShard

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_hybrid.verify.layouts import Layout, layout_of_options, parse_layout
 from lightning_hybrid.verify.records.record_comparison import AT_THE_END, compare
 from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord, StepRecord, describe_failure
-from lightning_hybrid.verify.report import Report, _plain, table
+from lightning_hybrid.verify.report import Report, table
 from lightning_hybrid.verify.verify_layouts import _failed
 
 
@@ -290,8 +290,8 @@ def test_layouts_are_parsed():
 
 def test_table_says_why():
     reports = [Report("pp=2", "same", steps=4, floor=1e-15), Report("dp=2", "different", "step 1: loss is 1")]
-    for text in (table(reports), _plain(["layout", "why"], [[r.layout, r.message] for r in reports])):
-        assert "pp=2" in text and "step 1: loss is 1" in text
+    text = table(reports)
+    assert "pp=2" in text and "step 1: loss is 1" in text
 
 
 def test_table_has_the_batch_and_no_empty_column():

@@ -1,1 +1,0 @@
-"""Callbacks for slow links between replicas: compressed gradients, and steps without communication."""

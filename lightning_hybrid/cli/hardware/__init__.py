@@ -1,1 +1,0 @@
-"""The command ``lightning-hybrid hardware``: presets of hardware, and a description of this machine by measurement."""

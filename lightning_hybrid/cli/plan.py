@@ -1,0 +1,265 @@
+"""The command ``lightning-hybrid plan path.to:Module --hardware h100 --devices 8``: the layout of a run, and why."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_hybrid.cli.classes import FLAGS, ConfiguredRun, existing_file
+from lightning_hybrid.cli.command import (
+    OK,
+    REFUSED,
+    UsageError,
+    add_command,
+    check_counts,
+    print_json,
+    usage_errors,
+    write_text,
+)
+from lightning_hybrid.cli.progress import Progress
+from lightning_hybrid.cli.recording import data_and_device_errors, reads_storage
+from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.memory.budget.byte_sizes import parse_budget
+from lightning_hybrid.planner.costs.transformer_costs import costs_from_config
+from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
+from lightning_hybrid.planner.measured.correct_by_run import corrected_by
+from lightning_hybrid.planner.number_format_of_precision import number_format_of
+from lightning_hybrid.planner.report.html_report import html_report
+from lightning_hybrid.planner.report.planned_run import PlannedRun, explained_layout, plans_table
+from lightning_hybrid.planner.search.layout_options import check_options, fixed_fields, layout_from_options
+from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES, Plan
+from lightning_hybrid.planner.search.search_layouts import check_cluster, cluster_of, predict_plan, search_layouts
+from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, load_measured_costs
+
+if TYPE_CHECKING:
+    from lightning_hybrid.planner.costs.layer_costs import ModelCosts
+    from lightning_hybrid.planner.plan_layout import NumberFormat
+    from lightning_hybrid.strategies.record_planner_costs import RecordedCosts
+
+_EXAMPLE = """example:
+  lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
+  lightning-hybrid plan --config-json config.json --hardware h100 --num-nodes 4 --batch 512 --html plan.html
+  lightning-hybrid plan --config-json config.json --sequence 4096 --devices 8 --batch 64 --why tp=8,zero=1
+
+exit status: 0 ok; 2 invalid command line; 3 no layout fits the cluster, or there is no such cluster"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand to the subparsers of argparse."""
+    parser = add_command(
+        commands,
+        "plan",
+        run,
+        text="choose the layout of a module on a cluster, and say why not the others",
+        description="Predicts the memory and the step time of layouts of a model on a cluster, and prints the best, the"
+        " reason against each family of the others, and the arguments of the Trainer. The model is a module, whose step"
+        " is recorded on one batch in this process, or a configuration of a transformer as Hugging Face writes it."
+        f" {FLAGS}",
+        example=_EXAMPLE,
+    )
+    add_classes_to(parser)
+    parser.add_argument("--config-json", metavar="FILE", help="a transformer's config.json, instead of a module")
+    parser.add_argument("--sequence", type=int, help="tokens of a sample, with --config-json (2048)")
+    parser.add_argument("--hardware", default="a100-80", help=f"{', '.join(preset_names())}, or a file (%(default)s)")
+    parser.add_argument("--devices", type=int, default=8, help="of each node (%(default)s)")
+    parser.add_argument("--num-nodes", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--batch", type=int, help="samples of an optimizer step (the loader's, of each replica)")
+    add_precision_to(parser, "config's or 32-true; bf16-mixed with --config-json")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="(%(default)s)")
+    parser.add_argument("--max-memory", metavar="20GiB", help="of a device that may be used (all)")
+    parser.add_argument("--fix", metavar="tp=2,zero=1", help="sizes and options that are not chosen")
+    parser.add_argument("--why", metavar="tp=8,pp=2", help="explain this layout against the chosen one")
+    parser.add_argument(
+        "--measured", type=Path, metavar="PATH", help="correct by measured_costs.json of a run, or its folder"
+    )
+    parser.add_argument("--plans", type=int, default=5, help="to print (%(default)s)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report to this file too")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the arguments say of the search, checked before a module is imported and recorded.
+
+    Attributes:
+        hardware: Of the cluster.
+        max_memory: Bytes of a device that may be used; all if None.
+        fixed: Fields of a layout that are not chosen.
+        explained: Options of the layout to explain, if there is one.
+        measured: Of a run, by which predictions are corrected.
+    """
+
+    hardware: Hardware
+    max_memory: float | None
+    fixed: dict[str, Any]
+    explained: dict[str, Any] | None
+    measured: MeasuredCosts | None
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Plan, print the plans, and return the exit status.
+
+    Raises:
+        UsageError: An invalid path, layout, number or argument of a class.
+    """
+    check_counts(parsed, "devices", "num_nodes", "plans", "batch")
+    request = _request(parsed)
+    try:
+        check_cluster(request.hardware, parsed.devices, parsed.num_nodes)
+        with Progress("plan") as progress:
+            planned = _planned(parsed, request, progress)
+    except HybridError as error:
+        if parsed.json:
+            print_json({"refused": str(error)})
+        else:
+            print(f"refused: {error}")
+        return REFUSED
+    explained = None if request.explained is None else _explained(parsed, request.explained, planned)
+    if parsed.html is not None:
+        write_text(parsed.html, html_report(planned, parsed.plans), "--html")
+    if parsed.json:
+        content = planned.content(parsed.plans)
+        print_json(content if explained is None else {**content, "why": planned.plan_content(explained)})
+    else:
+        print(plans_table(planned, parsed.plans) if explained is None else explained_layout(planned, explained))
+    return OK
+
+
+def _request(parsed: argparse.Namespace) -> _Request:
+    with usage_errors():
+        hardware = load_hardware(parsed.hardware)
+    budget = None if parsed.max_memory is None else parse_budget(parsed.max_memory)
+    if parsed.max_memory is not None and (budget is None or budget.nbytes is None):
+        raise UsageError(f"--max-memory {parsed.max_memory}; use a number of bytes with its unit such as 20GiB")
+    if parsed.html is not None and not parsed.html.parent.is_dir():
+        raise UsageError(f"--html {parsed.html}: there is no folder {parsed.html.parent}")
+    return _Request(
+        hardware,
+        None if budget is None else budget.nbytes,
+        {} if parsed.fix is None else fixed_fields(_options(parsed.fix, "--fix")),
+        None if parsed.why is None else _options(parsed.why, "--why"),
+        None if parsed.measured is None else _measured(parsed.measured),
+    )
+
+
+def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
+    """Return the costs, the number format, the loader's batch size (1 of a configuration) and the precision."""
+    if parsed.config_json is None:
+        if parsed.sequence is not None:
+            raise UsageError("--sequence is for --config-json; a module's samples are those of its loader")
+        with data_and_device_errors():
+            return _recorded(parsed, progress)
+    if parsed.module is not None or parsed.config:
+        raise UsageError("--config-json describes the model; leave the module and --config out")
+    precision = parsed.precision or "bf16-mixed"
+    path = existing_file(parsed.config_json)
+    if parsed.batch is None:
+        raise UsageError("--batch is needed with --config-json: samples of an optimizer step over all replicas")
+    with usage_errors():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise UsageError(f"--config-json {parsed.config_json}: no mapping of names to values")
+        sequence = 2048 if parsed.sequence is None else parsed.sequence
+        if sequence < 1:
+            raise UsageError(f"--sequence {sequence}; use 1 or more")
+        return costs_from_config(config, sequence), number_format_of(precision), 1, precision
+
+
+def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
+    progress.phase("importing the classes")
+    made, config = configured(parsed)
+    from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta  # late: torch takes seconds
+
+    precision = parsed.precision or config.precision or "32-true"
+    progress.phase("making the module, without storage for its parameters, and its data")
+    try:
+        recorded = _record(made, precision, progress, parameters_on_meta())
+    except Exception as error:
+        if not reads_storage(error):
+            raise
+        progress.phase("making the module in full, whose code reads values of parameters")
+        recorded = _record(made, precision, progress, contextlib.nullcontext())
+    return recorded.costs, recorded.number_format, recorded.samples, precision
+
+
+def _record(
+    made: ConfiguredRun, precision: str, progress: Progress, building: contextlib.AbstractContextManager[None]
+) -> RecordedCosts:
+    import torch
+
+    from lightning_hybrid.strategies.record_planner_costs import record_costs
+    from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
+
+    torch.manual_seed(0)
+    with building:
+        module, data = made.make_module(), made.make_data()
+    lightning = namespace_of(module)
+    return record_costs(lightning, module, fit_arguments(lightning, data), precision, progress.phase)
+
+
+def _planned(parsed: argparse.Namespace, request: _Request, progress: Progress) -> PlannedRun:
+    costs, number_format, samples, precision = _model(parsed, progress)
+    if request.measured is not None:
+        costs = corrected_by(costs, number_format, request.hardware, request.measured, str(parsed.measured))
+    progress.phase("searching layouts")
+    result = search_layouts(
+        costs,
+        number_format,
+        request.hardware,
+        parsed.devices,
+        parsed.num_nodes,
+        batch=parsed.batch or samples,
+        is_replica_batch=parsed.batch is None,
+        objective=parsed.objective,
+        max_memory=request.max_memory,
+        fixed=request.fixed,
+    )
+    cluster = cluster_of(request.hardware, parsed.devices, parsed.num_nodes, request.max_memory)
+    return PlannedRun(result, costs, number_format, cluster, parsed.devices, parsed.num_nodes, precision)
+
+
+def _measured(path: Path) -> MeasuredCosts:
+    with usage_errors():
+        try:
+            return load_measured_costs(path)
+        except OSError as error:
+            raise UsageError(
+                f"--measured {path}: {error.strerror}; give {FILE_NAME} of a run, or its folder"
+            ) from error
+
+
+def _options(text: str, flag: str) -> dict[str, Any]:
+    from lightning_hybrid.verify.layouts import parse_layout  # loads torch
+
+    with usage_errors():
+        try:
+            options = dict(parse_layout(text.replace(" ", ",") if "{" not in text else text).strategy)
+        except ValueError as error:
+            raise UsageError(str(error).replace("--layout", flag)) from error
+        try:
+            check_options(options)
+        except ValueError as error:
+            raise UsageError(f"{flag} {text}: {error}") from error
+    return options
+
+
+def _explained(parsed: argparse.Namespace, options: dict[str, Any], planned: PlannedRun) -> Plan:
+    """Predict the layout of ``--why`` on the cluster."""
+    best = planned.result.best.layout
+    ranks = parsed.devices * parsed.num_nodes
+    try:
+        layout = layout_from_options(options, ranks, best.batch, microbatch=best.microbatch)
+        if layout.ranks != ranks:
+            raise UsageError(f"--why {parsed.why}: {layout.ranks} ranks do not fill {ranks} devices")
+        if parsed.batch is None:  # each replica has the loader's batch
+            batch = best.batch // best.data * layout.data
+            layout = layout_from_options(options, ranks, batch, microbatch=best.microbatch)
+        elif parsed.batch % layout.data:
+            raise UsageError(f"--why {parsed.why}: {layout.data} replicas do not divide --batch {parsed.batch}")
+        return predict_plan(planned.costs, layout, planned.number_format, planned.hardware)
+    except HybridError as error:
+        raise UsageError(f"--why {parsed.why}: {error}") from error

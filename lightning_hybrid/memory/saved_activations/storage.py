@@ -1,0 +1,188 @@
+"""A storage that autograd has saved: encoded and moved away, and restored when the backward needs it.
+
+With hooks on saved tensors torch does not check whether one was written to meanwhile; `Unchanged` does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_AHEAD = 4  # storages that are fetched before the backward needs them
+
+
+class Placed(Protocol):
+    """A tensor that is somewhere else than on its device."""
+
+    def prefetch(self) -> None:
+        """Starts to fetch it."""
+
+    def get(self) -> Tensor:
+        """Returns it on its device, of shape (n,)."""
+
+    def release(self) -> None:
+        """Gives its space back."""
+
+
+class Place(Protocol):
+    """Where tensors are moved to."""
+
+    def put(self, tensor: Tensor, original: Tensor) -> Placed:
+        """Starts to move a tensor of shape (n,), which shares its memory with ``original``."""
+
+
+class StoredStorage:
+    """A storage of a saved tensor; all views of it that autograd saves share it.
+
+    Attributes:
+        exact: The tensor without encoding, of shape (n,), while the error of a gradient is measured.
+        uses_exact: Whether ``flat`` returns that.
+    """
+
+    def __init__(
+        self,
+        original: Tensor,
+        parts: tuple[Tensor | Placed, ...],
+        decode: Callable[..., Tensor],
+        previous: StoredStorage | None,
+    ) -> None:
+        """Set up for a tensor.
+
+        Args:
+            original: Whose storage it is.
+            parts: The encoded content: on the device, or placed elsewhere.
+            decode: Makes the tensor of shape (n,) from the parts on the device.
+            previous: The one saved before, which a backward needs after this one.
+        """
+        # As long as this reference exists, torch uses the address of the storage for no other.
+        self._storage = StorageWeakRef(original.untyped_storage())
+        self._parts, self._decode, self._flat = parts, decode, None
+        self._previous = None if previous is None else weakref.ref(previous)
+        self.exact: Tensor | None = None
+        self.uses_exact = False
+        self.is_moved = any(not isinstance(part, Tensor) for part in parts)
+
+    _flat: Tensor | None
+
+    def flat(self) -> Tensor:
+        """Returns the content, of shape (n,), and starts to fetch those saved before."""
+        if self.uses_exact and self.exact is not None:
+            return self.exact
+        if self._flat is None:
+            with torch.no_grad():
+                self._flat = self._decode(*(part if isinstance(part, Tensor) else part.get() for part in self._parts))
+            self._release()
+        self._fetch_ahead()
+        return self._flat
+
+    def _fetch_ahead(self) -> None:
+        other: StoredStorage | None = self
+        left = _AHEAD
+        while left and other is not None:
+            other = None if other._previous is None else other._previous()
+            if other is not None and other.is_moved:
+                other.prefetch()
+                left -= 1
+
+    def prefetch(self) -> None:
+        """Starts to fetch what is elsewhere."""
+        for part in self._parts:
+            if not isinstance(part, Tensor):
+                part.prefetch()
+
+    def _release(self) -> None:
+        parts, self._parts = self._parts, ()
+        for part in parts:
+            if not isinstance(part, Tensor):
+                part.release()
+
+    def __del__(self) -> None:
+        """Gives the space back once autograd has dropped all views."""
+        self._release()
+
+
+class KeptStorage:
+    """A storage that stays as it is, of which autograd saves views."""
+
+    is_moved = False
+
+    def __init__(self, original: Tensor) -> None:
+        self._storage = StorageWeakRef(original.untyped_storage())
+
+
+class SavedView:
+    """What autograd holds in place of a tensor: a view of a stored storage."""
+
+    __slots__ = ("_offset", "_size", "_stride", "storage")
+
+    def __init__(self, storage: StoredStorage, tensor: Tensor) -> None:
+        self.storage, self._size, self._stride = storage, tensor.size(), tensor.stride()
+        self._offset = int(tensor.storage_offset())
+
+    def restore(self) -> Tensor:
+        """Returns the tensor, of the shape it was saved with."""
+        return self.storage.flat().as_strided(self._size, self._stride, self._offset)
+
+
+class SavedTensor:
+    """What autograd holds where the tensor itself stays."""
+
+    __slots__ = ("_kept", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, kept: KeptStorage | None, *, may_be_written: bool) -> None:
+        """Keeps a tensor.
+
+        Args:
+            tensor: Of any shape.
+            kept: Stays alive with it.
+            may_be_written: Whether its owner may write to it before the backward, such as ZeRO to a parameter.
+        """
+        # A parameter has no graph; other tensors may be results of the node that holds this.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._kept, self._version = kept, None if may_be_written else tensor._version
+
+    def restore(self) -> Tensor:
+        """Returns the tensor, of the shape it was saved with; a RuntimeError if it was written to."""
+        if self._version is not None:
+            check_version(self._tensor._version, self._version)
+        return self._tensor
+
+
+class Unchanged:
+    """The version of a tensor when it was saved, until a copy of it is made."""
+
+    __slots__ = ("_tensor", "_version", "_written")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor.detach()  # it shares the version
+        self._version, self._written = tensor._version, -1
+
+    def seal(self) -> None:
+        """Notes whether it has been written to so far, since the copy is complete, and drops it."""
+        if self._tensor is not None:
+            if self._tensor._version != self._version:
+                self._written = self._tensor._version
+            self._tensor = None
+
+    def check(self) -> None:
+        """Checks that the content is that of the time of the save.
+
+        Raises:
+            RuntimeError: It was written to.
+        """
+        if (now := self._written if self._tensor is None else self._tensor._version) != -1:
+            check_version(now, self._version)
+
+
+def check_version(now: int, expected: int) -> None:
+    """Checks the version of a saved tensor; a RuntimeError, worded as torch's, if it was written to."""
+    if now != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
+            f" that a layer saved is at version {now}; expected version {expected} instead"
+        )

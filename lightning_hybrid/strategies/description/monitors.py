@@ -1,0 +1,75 @@
+"""What the plan of a run tells the monitors among the Trainer's callbacks: FLOPs of a step, predicted memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.soft_failures import only_informs
+from lightning_hybrid.strategies.description.stage_memory import memory_of_ranks, memory_of_stages
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+
+
+def connect_monitors(run: Run, partition: ModulePartition | None) -> None:
+    """Tell the monitors of the Trainer what the plan of a run says.
+
+    Args:
+        run: Built.
+        partition: The decisions on it; None where no runner is needed.
+    """
+    trainer: Any = run.setting.trainer
+    for callback in trainer.callbacks if run.setting.is_fitting else ():
+        if hasattr(callback, "connect_flops"):
+            with only_informs("the FLOPs of a step"):
+                callback.connect_flops(*_flops_per_sample(run, partition))
+        if hasattr(callback, "connect_prediction"):
+            with only_informs("the estimated memory of a rank"):
+                graph = _graph_of(run, partition)
+                saved = {} if graph is None else _saved_bytes(graph)
+                callback.connect_prediction(_memory_of_rank(run, partition), saved)
+
+
+def _flops_per_sample(run: Run, partition: ModulePartition | None) -> tuple[float | None, str]:
+    """FLOPs of the recorded training step for one sample; or None, and why they cannot be counted in a step either."""
+    layout = run.setting.layout
+    is_sharded = layout.tensor_parallel_size * layout.context_parallel_size * layout.expert_parallel_size > 1
+    if run.fallback is not None:  # a rank runs full batches, or shares, some of them twice
+        return None, "ranks hold shards instead of stages, and the training step could not be recorded"
+    if not run.is_pipelined and not is_sharded:
+        return None, ""  # a rank runs the batch in full layers
+    graph = _graph_of(run, partition)
+    batch = None if partition is None else partition.batch
+    if graph is None:
+        return None, "layers are sharded, and the training step could not be recorded"
+    if batch is None or not batch.samples:
+        return None, "the batch that the step was recorded with has no number of samples"
+    return sum(node.step_flops for node in graph.nodes) * batch.num_microbatches / batch.samples, ""
+
+
+def _graph_of(run: Run, partition: ModulePartition | None) -> StepGraph | None:
+    if run.is_pipelined and run.plan is not None and run.plan.first is not None:
+        return run.plan.first.recording.graph
+    return None if partition is None else partition.graph
+
+
+def _memory_of_rank(run: Run, partition: ModulePartition | None) -> RankMemory:
+    batch = None if partition is None else partition.batch
+    optimizers = run.setting.trainer.optimizers
+    stages = memory_of_stages(run, optimizers, 1 if batch is None else batch.num_microbatches)
+    if not run.is_pipelined or run.plan is None:
+        return stages[0]
+    return memory_of_ranks(stages, run)[run.mesh.rank_in("pp")]
+
+
+def _saved_bytes(graph: StepGraph) -> dict[str, int]:
+    """Bytes that each layer, or the code outside of layers, saves for the backward of one microbatch."""
+    saved: dict[str, int] = {}
+    for node in graph.nodes:
+        name = "operations outside of layers" if node.unit is None else node.unit
+        values = sum(graph.values[index].nbytes for index in node.saved_values)
+        saved[name] = saved.get(name, 0) + node.saved_bytes + values
+    return saved

@@ -1,0 +1,37 @@
+"""Numbers and tables as they are printed."""
+
+import pytest
+
+from lightning_hybrid.text import columns, counted, sized, spanned, timed
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (sized(0), "0 B"),
+        (sized(999.4), "999 B"),
+        (sized(999_500), "1 MB"),
+        (sized(72.06e6), "72.1 MB"),
+        (sized(3.2e15), "3.2e+03 TB"),
+        (timed(0.0), "0 ms"),
+        (timed(0.0123), "12.3 ms"),
+        (timed(2.5e-5), "25 µs"),
+        (timed(12_345.0), "12,345 s"),
+        (timed(0.2, ("s", 1.0)), "0.2 s"),
+        (counted(1, "batch"), "1 batch"),
+        (counted(0, "process"), "0 processes"),
+        (counted(1200, "rank"), "1,200 ranks"),
+        (spanned(["a.0"]), "a.0"),
+        (spanned(["a.0", "a.1", "a.2"]), "a.0 .. a.2 (3)"),
+    ],
+)
+def test_numbers_and_names(made, text):
+    assert made == text
+
+
+def test_columns_are_aligned_and_wrapped():
+    rows = [("name", "bytes", "why"), ("a", "1,000", "x, " * 60)]
+    assert columns([row[:2] for row in rows], right=1) == ["name  bytes", "a     1,000"]
+    first, *others = columns(rows, wrapped=2)[1:]
+    assert first.startswith("a     1,000  x, x,") and others[0].startswith(" " * 13 + "x, x,")
+    assert all(len(line) <= 120 for line in (first, *others)) and columns([]) == []
