@@ -14,23 +14,18 @@ import yaml
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook, fp16_compress_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
-from lightning_hybrid.strategies.options.names_of_other_libraries import resolve_names
+from lightning_hybrid import HybridPrecision
+from lightning_hybrid.strategies.options.foreign import ADVICE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "options.md"
 STRATEGY = ROOT / "lightning_hybrid" / "strategies" / "hybrid3d.py"
-REGISTRATION = ROOT / "lightning_hybrid" / "register_strategies_on_import.py"
+REGISTRATION = ROOT / "lightning_hybrid" / "registration.py"
 
 NOTES = ROOT / ".ci" / "option_notes.yaml"
 
-IN_EXAMPLES = (
-    *(CPUAccelerator, LightningEnvironment, TorchCheckpointIO, HybridPrecision, timedelta),
-    *(CPUOffloadPolicy, MixedPrecisionPolicy, fp16_compress_hook, fp16_compress_wrapper),
-)
+IN_EXAMPLES = (CPUAccelerator, LightningEnvironment, TorchCheckpointIO, HybridPrecision, timedelta)
 
 HEAD = """\
 # Options of the strategy
@@ -49,9 +44,8 @@ COLUMNS = """
 OTHERS = """
 ## Names of other libraries
 
-The strategy takes these too, in Python and in YAML. It resolves them to the options above, or refuses them with what to
-set; the tables are its own answers. None is as if a name were left out. A name that contradicts another one, or an
-option that is not at its default, is an error with both names. [Migration](../migration.md) has more of each library.
+The strategy refuses these, in Python and in YAML, with the text of the right column. [Migration](../migration.md) has
+more of each library. accelerate has the names of FSDP too, with `fsdp_` before them.
 """
 
 NAMES = """
@@ -136,7 +130,7 @@ def in_double_quotes(value: ast.expr) -> str:
 
 
 def notes() -> dict[str, dict[str, dict[str, Any]]]:
-    """The file of notes: options by subject, and values of names by library."""
+    """The file of notes: options by subject."""
     return yaml.safe_load(NOTES.read_text())
 
 
@@ -175,34 +169,16 @@ def keywords(source: str) -> dict[str, Any]:
     return eval(f"dict({source})", {"torch": torch, "nn": torch.nn, **{each.__name__: each for each in IN_EXAMPLES}})
 
 
-def meaning(name: str, value: str) -> str:
-    """What the strategy makes of a keyword of another library."""
-    given = keywords(f"{name}={value}")
-    try:
-        Hybrid3DStrategy(**given)
-    except ValueError as error:
-        return "refused: " + re.sub(rf"^{name}=({re.escape(repr(given[name]))}|\w+)[:;]? ", "", str(error))
-    unset = dict.fromkeys(signature(), object())
-    own = {option: given[option] for option in given if option in unset}
-    others = {option: given[option] for option in given if option not in unset}
-    resolved = resolve_names({**unset, **own}, others, unset)
-    meant = {option: source_of(value) for option, value in resolved.items() if value is not unset[option]}
-    return ", ".join(f"`{option}={value}`" for option, value in meant.items()) or "nothing to set"
-
-
-def source_of(value: Any) -> str:
-    """A value as one writes it."""
-    return re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", repr(value)).replace("'", '"')
-
-
 def names_of_others() -> str:
-    """A table for each library: its keyword, and what it means here."""
+    """A table for each library: keywords, and what is set here instead."""
     tables = []
-    for library, names in notes()["names of other libraries"].items():
+    for library, advice in ADVICE.items():
         given: dict[str, list[str]] = {}
-        for name, value in ((name, value) for name, values in names.items() for value in values):
-            given.setdefault(meaning(name, value), []).append(f"`{name}={value}`")
-        lines = [f"| {'<br>'.join(keywords)} | {meant} |" for meant, keywords in given.items()]
+        for name, text in advice.items():
+            if name.removeprefix("fsdp_") in ADVICE["FSDP"].keys() - advice.keys():
+                continue
+            given.setdefault(text, []).append(f"`{name}`")
+        lines = [f"| {'<br>'.join(names)} | {text} |" for text, names in given.items()]
         tables.append(in_card("names", f"\n| {library} | here |\n|---|---|\n", lines))
     return OTHERS + "".join(tables)
 

@@ -1,6 +1,6 @@
 """Lightning strategies, precision plugins and callbacks that parallelise an unmodified LightningModule.
 
-Importing the package registers the strategies, with `lightning.pytorch` and with `pytorch_lightning`, and imports
+Importing the package registers the strategies, with `lightning.pytorch` or with `pytorch_lightning`, and imports
 neither: ``Trainer(strategy="hybrid3d")``.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
-from lightning_hybrid.register_strategies_on_import import register
+from lightning_hybrid.namespace import install, late_names
+from lightning_hybrid.registration import register
 from lightning_hybrid.version import __version__
 
 if TYPE_CHECKING:
@@ -19,6 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Hybrid3DStrategy", "HybridPrecision", "__version__"]
 
 # Public names are loaded when they are first asked for: they import torch and Lightning.
-__getattr__ = public_names(__name__, "Hybrid3DStrategy", "HybridPrecision")
+__getattr__ = late_names(__name__, {"Hybrid3DStrategy": "strategies.hybrid3d", "HybridPrecision": "precision.hybrid"})
 
-register()
+install(register)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
+from lightning_hybrid.namespace import late_names
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.activations import (
@@ -36,4 +36,19 @@ __all__ = [
     "ThroughputMonitor",
 ]
 
-__getattr__ = public_names(__name__, *__all__)
+_MODULES = {
+    "ActivationCheckpointing": "callbacks.activations",
+    "ActivationCompression": "callbacks.activations",
+    "ActivationOffload": "callbacks.activations",
+    "AdaScale": "callbacks.adascale",
+    "ExpertLoadMonitor": "callbacks.expert_load",
+    "GoodputMonitor": "callbacks.monitors.goodput_monitor",
+    "GradientCompression": "callbacks.slow_link_callbacks",
+    "LocalSGD": "callbacks.slow_link_callbacks",
+    "MemoryMonitor": "callbacks.monitors.memory_monitor",
+    "MoEUpcycle": "callbacks.moe_upcycle",
+    "PipelineTimeline": "callbacks.pipeline_timeline",
+    "RunPlot": "callbacks.run_plot",
+    "ThroughputMonitor": "callbacks.monitors.throughput_monitor",
+}
+__getattr__ = late_names(__name__, _MODULES)

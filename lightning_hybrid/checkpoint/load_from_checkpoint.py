@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any
 
 
-def accept_folders(saving: ModuleType, namespace: object) -> None:
-    """Make ``pl_load`` of the ``core.saving`` of either namespace read folders too, for modules of any class."""
-    del namespace
+def accept_folders(saving: ModuleType) -> None:
+    """Make ``pl_load`` of Lightning's ``core.saving`` read folders too, for modules of any class."""
     read = saving.pl_load
     if hasattr(read, "reads_folders"):
         return

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.command import UsageError
+from lightning_hybrid.namespace import PACKAGES, follow
 from lightning_hybrid.patching import replaced
 
 FLAGS = (
@@ -109,20 +110,21 @@ class ConfiguredRun:
         assert self._module is not None
         path = existing_file(self._module)
         add_import_folder(str(path.parent))
-        packages = [name for name in ("lightning", "pytorch_lightning") if importlib.util.find_spec(name) is not None]
-        names = ["lightning.pytorch.cli" if name == "lightning" else f"{name}.cli" for name in packages]
-        classes = [importlib.import_module(name).LightningCLI for name in names]
-        return lambda: runpy.run_path(str(path), run_name="__main__"), classes
+        follow(compile(path.read_bytes(), str(path), "exec"))
+        packages = [name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]) is not None]
+        # Both, where the file imports the other one by a detour: it must not train.
+        classes = {importlib.import_module(f"{name}.cli").LightningCLI for name in packages}
+        return lambda: runpy.run_path(str(path), run_name="__main__"), [*classes]
 
     def _classes(self) -> tuple[Callable[[], Any], list[Any]]:
-        """Return what calls LightningCLI with the classes, and the LightningCLI of their namespace."""
+        """Return what calls LightningCLI with the classes, and that class."""
         from lightning_hybrid.verify.run_experiment import namespace_of
 
         module = None if self._module is None else load_target(self._module)
         data = None if self._data is None else load_target(self._data)
         named = module if module is not None else _class_of_config(self._flags)
         pl = namespace_of(named) if isinstance(named, type) else importlib.import_module("lightning.pytorch")
-        known = importlib.import_module(f"{pl.__name__}.cli").LightningCLI
+        known = importlib.import_module("lightning.pytorch.cli").LightningCLI
         classes = {
             "model_class": _as_class(module, pl.LightningModule),
             "datamodule_class": _as_class(data, pl.LightningDataModule),

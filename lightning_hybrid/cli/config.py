@@ -62,16 +62,15 @@ def trainer_config(cli: Any) -> TrainerConfig:
 def _layout(cli: Any, given: Mapping[str, Any]) -> Layout | None:
     """Return the layout of the config's strategy and devices."""
     from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS
-    from lightning_hybrid.strategies.options.names_of_other_libraries import resolve_names
+    from lightning_hybrid.strategies.options.foreign import refuse_foreign
     from lightning_hybrid.verify.layouts import layout_of_options
 
     options = _strategy_options(given.get("strategy"))
     if options is None:
         return None
-    others = {name: options.pop(name) for name in options.keys() - OPTION_DEFAULTS.keys()}
     with usage_errors():
-        resolved = resolve_names({**OPTION_DEFAULTS, **options}, others, OPTION_DEFAULTS)
-        changed = {name: value for name, value in resolved.items() if value != OPTION_DEFAULTS[name]}
+        refuse_foreign({name: options[name] for name in options if name not in OPTION_DEFAULTS}, OPTION_DEFAULTS)
+        changed = {name: value for name, value in options.items() if value != OPTION_DEFAULTS[name]}
         return layout_of_options(changed, _num_devices(given))
 
 

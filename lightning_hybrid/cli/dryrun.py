@@ -17,9 +17,7 @@ from lightning_hybrid.cli.recording import (
     layout_and_classes,
     reads_storage,
     refusal,
-    strategies_file,
 )
-from lightning_hybrid.cli.verify import layout_of
 from lightning_hybrid.text import counted, print_table
 
 if TYPE_CHECKING:
@@ -93,8 +91,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _described(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     check_counts(parsed, "num_nodes", "devices")
-    if parsed.layout is not None:  # before anything slow
-        _with_ranks(layout_of(parsed.layout, parsed.tensor_plan), parsed)
     layout, made, precision = layout_and_classes(parsed, progress)
     layout = _with_ranks(layout, parsed)
     import torch  # late, since it takes seconds
@@ -149,10 +145,10 @@ def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
 def _dry_run(
     module: Any, data: Any, layout: Layout, parsed: argparse.Namespace, precision: str, progress: Progress
 ) -> dict[str, Any]:
+    from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
-    dry_run = strategies_file(lightning, "dry_run.describe_ranks").dry_run
     content: dict[str, Any] = dry_run(
         lightning,
         module,

@@ -16,7 +16,6 @@ from lightning_hybrid.cli.recording import (
     data_and_device_errors,
     layout_and_classes,
     refusal,
-    strategies_file,
 )
 from lightning_hybrid.text import print_table
 
@@ -88,14 +87,14 @@ def explain(
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
     """
+    from lightning_hybrid.strategies.plan_in_one_process import make_plan
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
-    planning = strategies_file(lightning, "plan_in_one_process")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     arguments = fit_arguments(lightning, data)
     options = layout.options(None)
-    strategy = planning.make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
+    strategy: Any = make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
     content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": None, "units": []}
     content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": strategy.table}
     content |= {

@@ -21,7 +21,7 @@ from lightning_hybrid.cli.command import (
     write_text,
 )
 from lightning_hybrid.cli.progress import Progress
-from lightning_hybrid.cli.recording import data_and_device_errors, reads_storage, strategies_file
+from lightning_hybrid.cli.recording import data_and_device_errors, reads_storage
 from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.memory.recompute.policies import parse_budget
@@ -191,17 +191,14 @@ def _record(
 ) -> RecordedCosts:
     import torch
 
+    from lightning_hybrid.strategies.record_planner_costs import record_costs
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     torch.manual_seed(0)
     with building:
         module, data = made.make_module(), made.make_data()
     lightning = namespace_of(module)
-    recording = strategies_file(lightning, "record_planner_costs")
-    recorded: RecordedCosts = recording.record_costs(
-        lightning, module, fit_arguments(lightning, data), precision, progress.phase
-    )
-    return recorded
+    return record_costs(lightning, module, fit_arguments(lightning, data), precision, progress.phase)
 
 
 def _planned(parsed: argparse.Namespace, request: _Request, progress: Progress) -> PlannedRun:

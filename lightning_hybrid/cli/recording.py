@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
 import sysconfig
 import traceback
@@ -53,11 +52,13 @@ def add_layout_to(parser: argparse.ArgumentParser, example: str) -> None:
 
 def layout_and_classes(parsed: argparse.Namespace, progress: Progress) -> tuple[Layout, ConfiguredRun, str]:
     """Return the layout, what makes the classes, and the precision that a command line names, or its config."""
-    layout = None if parsed.layout is None else layout_of(parsed.layout, parsed.tensor_plan)
     progress.phase("importing the classes")
     made, config = configured(parsed)
-    if layout is None:
-        layout = checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)
+    # After the classes: they decide which Lightning the process has, and a layout is checked with its strategy.
+    if parsed.layout is None and config.layout:
+        layout = checked(config.layout)
+    else:
+        layout = layout_of(parsed.layout or "pp=2", parsed.tensor_plan)
     return layout, made, parsed.precision or config.precision or "32-true"
 
 
@@ -115,17 +116,3 @@ def _line_of_user(frames: Sequence[traceback.FrameSummary]) -> str:
     own = [frame for frame in frames if not frame.filename.startswith(others)]
     frame = (own or list(frames))[-1]
     return f"{os.path.relpath(frame.filename)}:{frame.lineno} in {frame.name}"
-
-
-def strategies_file(lightning: Any, name: str) -> Any:
-    """Import a file of ``strategies`` for a namespace of Lightning; a version that lacks what is used is refused.
-
-    Args:
-        lightning: The namespace of the user's module.
-        name: The name of the file below ``strategies``, with dots.
-    """
-    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
-
-    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
-    namespace.load("Hybrid3DStrategy")
-    return importlib.import_module(f"{namespace.home}.strategies.{name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.classes import FLAGS, ConfiguredRun
@@ -107,10 +107,10 @@ def run(parsed: argparse.Namespace) -> int:
     # Imported late, since this loads torch.
     from lightning_hybrid.verify import Experiment, Verification, table
 
-    layouts = [layout_of(text, parsed.tensor_plan) for text in parsed.layout or ()]
     made, config = configured(parsed)
     if config.unused:
         print(f"not used from the config: {', '.join(f'trainer.{name}' for name in config.unused)}", file=sys.stderr)
+    layouts = [layout_of(text, parsed.tensor_plan) for text in parsed.layout or ()]
     layouts = layouts or [checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)]
     experiment = Experiment(
         make_module=made.make_module,
@@ -150,33 +150,11 @@ def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
     """
     from lightning_hybrid.verify import parse_layout
 
-    with usage_errors():
-        return checked(_with_own_names(parse_layout(text, tensor_plan or ())))
-
-
-def _with_own_names(layout: Layout) -> Layout:
-    """Return a layout with options by the names of the strategy for those of other libraries.
-
-    Raises:
-        UsageError: A name is not known.
-        ValueError: A value is refused, or contradicts another one.
-    """
-    from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS
-    from lightning_hybrid.strategies.options.names_of_other_libraries import resolve_names
-    from lightning_hybrid.verify.layouts import layout_of_options
-
-    own = {name: value for name, value in layout.strategy.items() if name in OPTION_DEFAULTS}
-    others = {name: value for name, value in layout.strategy.items() if name not in OPTION_DEFAULTS}
-    if not others:
-        return layout
-    given = {**OPTION_DEFAULTS, **own}
     try:
-        resolved = resolve_names(given, others, OPTION_DEFAULTS)
+        with usage_errors():
+            return checked(parse_layout(text, tensor_plan or ()))
     except TypeError as error:
-        short = "short names are dp, tp, pp, cp, ep, stages, m, zero"
-        raise UsageError(f"--layout {layout.name!r}: {error}; {short}") from error
-    meant = {name: value for name, value in resolved.items() if value != given[name]}
-    return replace(layout_of_options({**own, **meant}), name=layout.name)
+        raise UsageError(f"--layout {text!r}: {error}; short names are dp, tp, pp, cp, ep, stages, m, zero") from error
 
 
 def checked(layout: Layout) -> Layout:

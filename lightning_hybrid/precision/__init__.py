@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
+from lightning_hybrid.namespace import late_names
 from lightning_hybrid.precision.float8 import Float8
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Float8", "HybridPrecision", "MeshGradScaler", "MeshNorm"]
 
-__getattr__ = public_names(__name__, "HybridPrecision")
+__getattr__ = late_names(__name__, {"HybridPrecision": "precision.hybrid"})

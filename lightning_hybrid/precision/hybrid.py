@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.namespaces.converted_objects import convert
-from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
+from lightning_hybrid.namespace import package_in_use
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.precision.float8 import Float8, Float8Layers
 from lightning_hybrid.precision.float32_step import Float32Step, Rounding, check_float32_options, round_to_nearest
@@ -106,7 +105,6 @@ class HybridPrecision(MixedPrecision):
     @classmethod
     def is_other(cls, plugin: Precision) -> bool:
         """Returns whether a plugin is of a custom class, whose behaviour a conversion would lose."""
-        convert(plugin, namespace_of(__name__))
         known = Precision, MixedPrecision, HalfPrecision, DoublePrecision
         return not isinstance(plugin, cls) and type(plugin) not in known
 
@@ -121,7 +119,7 @@ class HybridPrecision(MixedPrecision):
             name = f"{type(plugin).__module__}.{type(plugin).__qualname__}"
             raise TypeError(
                 f"the precision plugin is a {name}; supported are Precision, MixedPrecision, HalfPrecision, "
-                f"DoublePrecision of {namespace_of(__name__).package} and {cls.__qualname__}, so set "
+                f"DoublePrecision of {package_in_use()} and {cls.__qualname__}, so set "
                 f"Trainer(precision=...) to one of {', '.join(get_args(PrecisionName))} or subclass {cls.__qualname__}"
             )
         if isinstance(plugin, cls):

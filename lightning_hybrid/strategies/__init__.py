@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
+from lightning_hybrid.namespace import late_names
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
 __all__ = ["Hybrid3DStrategy"]
 
-__getattr__ = public_names(__name__, *__all__)
+__getattr__ = late_names(__name__, {"Hybrid3DStrategy": "strategies.hybrid3d"})

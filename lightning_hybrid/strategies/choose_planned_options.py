@@ -31,10 +31,10 @@ from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
-from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
+from lightning_hybrid.strategies.options.auto_sizes import frozen_names, parameter_shapes, replicas_fit
 from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets
 from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, first_line, record_costs, with_limits_of
-from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
+from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 
 _PLANS = 3  # printed
 

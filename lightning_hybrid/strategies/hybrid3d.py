@@ -28,17 +28,16 @@ from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
-from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNames, resolve_names
-from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
-from lightning_hybrid.strategies.out_of_memory.note_steps_that_do_not_run_again import note_why_not_run_again
+from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
+from lightning_hybrid.strategies.options.strategy_options import MicrobatchWeight, Options
+from lightning_hybrid.strategies.private_names import check_private_names
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
 from lightning_hybrid.strategies.run.strategy_base_with_checkpoints import CheckpointedStrategy
-from lightning_hybrid.strategies.start.average_lr_search_loss import average_lr_search_loss
+from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
-from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import check_callbacks
 
+check_private_names()
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
@@ -123,12 +122,12 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         cluster_environment: The same; found by the Trainer if None.
         checkpoint_io: The same; how files of checkpoints are written and read.
         precision_plugin: The same; converted to `HybridPrecision` if it is Lightning's own.
-        **other_names: Options by the names of FSDP, DDP, accelerate and DeepSpeed, which are resolved to those above.
+        **foreign: Keywords of FSDP, DDP, accelerate and DeepSpeed, each refused with what to set here.
 
     Raises:
         LayoutError: Sizes that do not multiply to the world size.
-        TypeError: A keyword that is no option, nor a known one of another library.
-        ValueError: An unknown schedule, or an option that needs another which is not set, or contradicts one.
+        TypeError: A keyword that is no option.
+        ValueError: A keyword of another library, an unknown schedule, or an option that needs another which is not set.
     """
 
     strategy_name = "hybrid3d"
@@ -176,9 +175,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **other_names: Unpack[OtherNames],
+        **foreign: Unpack[ForeignKeywords],
     ) -> None:
-        arguments = resolve_names(dict(locals()), other_names, OPTION_DEFAULTS)
+        arguments = dict(locals())
+        refuse_foreign(foreign, OPTION_DEFAULTS)
         super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._lifecycle: RunLifecycle | None = None
         self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs
@@ -273,7 +273,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         if self._state is not None:
             self._state.fail()
         if self._lifecycle is not None and self._lifecycle.execution.fit is not None:
-            note_why_not_run_again(exception, self._lifecycle.setting.trainer)
+            self._lifecycle.execution.fit.note_why_not_run_again(exception)
         super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
         self._files.wait(on_error=rank_zero_warn)

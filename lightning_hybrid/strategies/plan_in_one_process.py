@@ -300,7 +300,7 @@ def _data_prepared_alone(lightning: ModuleType) -> contextlib.AbstractContextMan
 @contextlib.contextmanager
 def _quiet(lightning: ModuleType) -> Iterator[None]:
     """Leave out what Lightning says about a run that will not take place."""
-    logger = lightning.utilities.rank_zero.rank_zero_module.log  # of the namespace that was imported last
+    logger = lightning.utilities.rank_zero.rank_zero_module.log
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from lightning_hybrid.namespace import package_in_use
+
 # How long the other ranks may take to end by themselves after the first failure.
 _GRACE_SECONDS = 10.0
 _SHOWN_CHARS = 4000
@@ -43,7 +45,7 @@ def run_ranks(n: int, function: Callable[..., Any], /, *args: Any, timeout: floa
     """
     call = pickle.dumps((function, args))
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "lightning.pytorch"])  # those that are installed
+    context.set_forkserver_preload(["torch", package_in_use()])
     with tempfile.TemporaryDirectory(prefix="verify-ranks-") as folder, _start_environment():
         processes: list[Any] = []
         connections: list[Connection] = []

@@ -22,7 +22,6 @@ from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord, RunRecorder, describe_failure
 from lightning_hybrid.verify.saved_values import saved_values
 
-_NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 # How long a rank that failed waits for the other ranks to fail in the same way.
 _WAIT_SECONDS = 5.0
 _AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}
@@ -93,17 +92,18 @@ class LayoutConnection:
 
 
 def namespace_of(module: Any) -> ModuleType:
-    """The Lightning of a module, or of its class: ``lightning.pytorch`` or ``pytorch_lightning``.
+    """The Lightning of this process, for a module or its class.
 
     Raises:
-        TypeError: It is no LightningModule.
+        TypeError: It is no LightningModule of it.
     """
     kind = module if isinstance(module, type) else type(module)
-    for base in kind.__mro__:
-        for name in _NAMESPACES:
-            if base.__name__ == "LightningModule" and base.__module__.startswith(name):
-                return importlib.import_module(name)
-    raise TypeError(f"{kind.__name__} is no LightningModule; use one of {' or '.join(_NAMESPACES)}")
+    pl = importlib.import_module("lightning.pytorch")
+    if issubclass(kind, pl.LightningModule):
+        return pl
+    other = next((base.__module__ for base in kind.__mro__ if base.__name__ == "LightningModule"), None)
+    also = f", but of {other.partition('.')[0]}; import only one of the two in a process" if other else ""
+    raise TypeError(f"{kind.__name__} is no LightningModule of {pl.__name__}{also}")
 
 
 def run_once(

@@ -206,8 +206,8 @@ def test_averages_of_weights_are_not_made(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--layout", "px=2"], ["--layout", "pp=2", "--rank", "9"]])
-def test_arguments_are_checked_before_the_classes_are_imported(capsys, arguments):
-    assert main(["dryrun", "no.such:Module", *arguments]) == 2
+def test_arguments_are_checked_before_the_module_is_made(capsys, arguments):
+    assert main(["dryrun", f"{CLASSES}:BrokenConstructor", *arguments]) == 2
     assert arguments[-1] in capsys.readouterr().err
 
 

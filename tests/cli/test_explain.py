@@ -170,23 +170,3 @@ def test_errors_of_the_user_are_shown(capsys):
     )
     with pytest.raises(ValueError, match="the user's own"):
         main(["explain", f"{CLASSES}:BrokenConstructor"])
-
-
-@pytest.mark.slow
-def test_modules_of_pytorch_lightning():
-    pytorch_lightning = pytest.importorskip("pytorch_lightning")
-
-    class Old(pytorch_lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-
-        def training_step(self, batch, batch_idx):
-            return self.layers(batch).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    loader = torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=8)
-    plan = explain(Old(), loader, parse_layout("pp=2"), "32-true")
-    assert plan["refused"] is None and [stage["parameters"] for stage in plan["stages"]] == [144, 144]

@@ -1,7 +1,6 @@
 """Linear layers in float8: the layers of torchao, equal in all layouts that keep the tensors of a layer together."""
 
 import copy
-import importlib
 import importlib.util
 import sys
 from dataclasses import replace
@@ -9,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -162,14 +163,11 @@ trainer:
 """
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_from_yaml(tmp_path, package):
+def test_from_yaml(tmp_path):
     path = tmp_path / "float8.yaml"
     path.write_text(YAML)
-    cli = importlib.import_module(f"{package}.cli").LightningCLI
-    module = importlib.import_module(package).LightningModule
     with mock.patch.object(sys, "argv", ["fit.py", "--config", str(path)]):
-        plugin = cli(module, run=False, save_config_callback=None).trainer.precision_plugin
+        plugin = LightningCLI(LightningModule, run=False, save_config_callback=None).trainer.precision_plugin
     assert plugin.precision == "bf16-mixed"
     assert plugin.float8 == Float8(exclude=["head", "layers.0.*"], recipe="rowwise", emulate=True)
 

@@ -25,8 +25,8 @@ from lightning_hybrid.planner.costs.expert_sets import EXPERT_PROOF
 from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
 from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies import choose_planned_options
-from lightning_hybrid.strategies.options import plan_auto_sizes
-from lightning_hybrid.strategies.options.plan_auto_sizes import needs_plan, plan_options
+from lightning_hybrid.strategies.options import auto_sizes
+from lightning_hybrid.strategies.options.auto_sizes import needs_plan, plan_options
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
 NUMBERS = dict.fromkeys(SIZES, 1)
@@ -101,8 +101,8 @@ def fitted(options, devices, batch=8, free_bytes=None):
     """
     with pytest.MonkeyPatch.context() as patch:
         if free_bytes is not None:
-            patch.setattr(plan_auto_sizes, "_STATES_SHARE", 0.01)
-            patch.setattr(plan_auto_sizes, "host_memory", lambda: free_bytes)
+            patch.setattr(auto_sizes, "_STATES_SHARE", 0.01)
+            patch.setattr(auto_sizes, "host_memory", lambda: free_bytes)
             patch.setattr(choose_planned_options, "free_on_host", lambda: free_bytes)
         torch.manual_seed(0)
         module, strategy = Net(512, batch), Hybrid3DStrategy(**options)
@@ -130,7 +130,7 @@ def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, checkpoints
     monkeypatch.setattr(strategy, "_configure_launcher", lambda: None)
     strategy._launcher = None
     monkeypatch.setattr(choose_planned_options, "free_on_host", lambda: devices * nbytes)
-    monkeypatch.setattr(plan_auto_sizes, "host_memory", lambda: devices * nbytes)
+    monkeypatch.setattr(auto_sizes, "host_memory", lambda: devices * nbytes)
     with pytest.raises(_Recorded):
         trainer.fit(module or Net(), ckpt_path=resumed)
     if isinstance(planned[0], Exception):
@@ -150,7 +150,7 @@ def test_short_memory_is_planned_without_a_request(monkeypatch):
         assert plan_on(monkeypatch, 2, 1.9 * states) == {}
     for layout in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"zero_stage": 3}, {"offload": "cpu"}):
         assert plan_on(monkeypatch, 2, 1.9 * states, **layout) is None
-    monkeypatch.setattr(plan_auto_sizes, "_STATES_SHARE", 0.0)
+    monkeypatch.setattr(auto_sizes, "_STATES_SHARE", 0.0)
     assert plan_on(monkeypatch, 2, 16e9) == dict.fromkeys(SIZES, 1)  # they fit with their activations
 
 

@@ -4,12 +4,11 @@ import os
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from harness.verification import LAYOUTS, check
 from lightning_hybrid.verify import Layout
-from models.regression import FEATURES, Dropping, Logging, Normalised, Plain
+from models.regression import Dropping, Logging, Normalised, Plain
 
 
 class DroppingNormalised(Normalised):
@@ -151,24 +150,3 @@ def test_rows_of_the_full_batch_draw_the_numbers_of_their_microbatches(worlds, m
     report = check(worlds, module, LAYOUTS[0])
     assert report.outcome == "same", str(report)
     assert any("mixes samples" in note for note in report.notes) == (module is DroppingNormalised)
-
-
-def of_pytorch_lightning():
-    """The same module on the other namespace's base class."""
-    import pytorch_lightning
-
-    body = {name: value for name, value in vars(Plain).items() if name not in ("__dict__", "__weakref__", "__init__")}
-
-    def __init__(self):
-        pytorch_lightning.LightningModule.__init__(self)
-        self.lr = 1e-2
-        self.net = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4)))
-        self.head = nn.Linear(FEATURES, 1)
-
-    return type("Plain", (pytorch_lightning.LightningModule,), {**body, "__init__": __init__})()
-
-
-@pytest.mark.slow
-def test_pytorch_lightning_module(worlds):
-    report = check(worlds, of_pytorch_lightning, LAYOUTS[0])
-    assert report.outcome == "same", str(report)

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.recompute.policies import format_budget
 from lightning_hybrid.memory.recompute.profile import Interval, ProfiledRun, StepProfile
 from lightning_hybrid.memory.recompute.selective import LayerCosts, LayerRun, storage_bytes
 
@@ -265,8 +264,8 @@ class BudgetedLayers:
             "optimizer": "in the step of the optimizer",
         }.get(highest.kind or "", "before the first layer")
         return (
-            f"{self._name} allows {format_budget(budget)} on this rank, and at least {format_budget(highest.peak)} are"
-            f" needed, even if all layers are recomputed: the peak is {where}, and {format_budget(self._before)} of it"
+            f"{self._name} allows {budget:,.0f} bytes on this rank, and at least {highest.peak:,.0f} bytes are"
+            f" needed, even if all layers are recomputed: the peak is {where}, and {self._before:,.0f} bytes of it"
             " are parameters, gradients and optimizer states that are there between steps; allow at least the number"
             " of bytes that is needed, or reduce it by more microbatches, zero_stage=3, or more stages or tensor ranks"
         )

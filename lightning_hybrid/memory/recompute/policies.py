@@ -134,12 +134,3 @@ def parse_budget(text: Any) -> Budget | None:
         return Budget(share=number / 100) if 0 < number <= 100 else None
     nbytes = int(number * _UNITS[unit]) if unit in _UNITS else 0
     return Budget(nbytes=nbytes) if nbytes else None
-
-
-def format_budget(nbytes: float) -> str:
-    """Returns a number of bytes in full, and with three digits in a binary unit."""
-    size, units = nbytes, iter(("KiB", "MiB", "GiB", "TiB"))
-    unit = ""
-    while size >= 1000 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{nbytes:,.0f} bytes" + (f" ({size:.3g} {unit})" if unit else "")

@@ -27,7 +27,7 @@ from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
-from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook, step_arguments
+from lightning_hybrid.strategies.user_code.hooks import current_hook, step_arguments
 
 
 def record_in_one_stage(

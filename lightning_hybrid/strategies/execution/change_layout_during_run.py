@@ -29,8 +29,7 @@ from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import output_is_read
-from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import step_arguments
+from lightning_hybrid.strategies.user_code.hooks import output_is_read, step_arguments
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResult, TrainContext

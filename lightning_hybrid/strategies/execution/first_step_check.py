@@ -313,7 +313,7 @@ def describe_mixing_of_step(module: nn.Module, mixing: Mixing, replicas: int) ->
         mixing: Both numbers.
         replicas: Number of replicas.
     """
-    from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
+    from lightning_hybrid.strategies.out_of_memory.double_microbatches import batch_norms_in_training
 
     layers = len(batch_norms_in_training(module))
     advice = " For a mean over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"

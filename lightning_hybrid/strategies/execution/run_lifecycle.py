@@ -22,8 +22,7 @@ from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cut
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
-from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
-from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.log_reduction import drop_logger_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput_per_device import count_devices_in_throughput
 from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import guard_trials, searches_batch_size
 from lightning_hybrid.strategies.run.build_run import build_run
@@ -38,9 +37,8 @@ from lightning_hybrid.strategies.slow_links.connect_slow_links import (
     connect_slow_links,
     replicas_step_by_themselves,
 )
-from lightning_hybrid.strategies.start.build_optimizers import build_optimizers
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.start.initial_sync import synchronize_start
+from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
 from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_large_single_file
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
@@ -88,7 +86,7 @@ class RunLifecycle:
         if (float8 := getattr(precision, "float8", None)) is not None:
             float8.check_layout(world.layout)
         if recompute is not None:
-            from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import check_scripted
+            from lightning_hybrid.strategies.user_code.hooks import check_scripted
 
             check_scripted(module)
         norms = None
@@ -130,7 +128,7 @@ class RunLifecycle:
         """
         setting, world = self.setting, self.setting.world
         if setting.needs_runner:  # before the module is sharded
-            from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
+            from lightning_hybrid.strategies.logs.log_reduction import log_full_graph
 
             world.until_end.callback(log_full_graph(setting.trainer, setting.module, is_empty=empty is not None))
         sizes = world.layout.world_size, world.layout.data_parallel_size
@@ -186,8 +184,10 @@ class RunLifecycle:
         if not fits and not (searches_batch_size(setting.trainer) and world.layout.world_size > 1):
             return
         from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
-        from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
-        from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import check_microbatch_option
+        from lightning_hybrid.strategies.out_of_memory.double_microbatches import (
+            FittingMicrobatches,
+            check_microbatch_option,
+        )
 
         guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
         if fits:
@@ -236,7 +236,7 @@ class RunLifecycle:
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
         """Build the run again between two steps, as `RunOwner.change_layout`."""
         from lightning_hybrid.strategies.execution.layout_agreement import check_layout
-        from lightning_hybrid.strategies.state.carry_states_across_layout_changes import FullGradients, full_states
+        from lightning_hybrid.strategies.state.layout_changes import FullGradients, full_states
 
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers

@@ -20,18 +20,22 @@ from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
-from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls, flush_logger_calls
-from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
-from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weigh_by_count
+from lightning_hybrid.strategies.logs.log_reduction import (
+    begin_logs,
+    drop_logger_calls,
+    flush_logger_calls,
+    log_for_all,
+    log_for_replica,
+)
+from lightning_hybrid.strategies.options.strategy_options import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read, output_is_read
-from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
+from lightning_hybrid.strategies.user_code.hooks import current_hook, old_gradients_are_read, output_is_read
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
-    from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
+    from lightning_hybrid.strategies.out_of_memory.double_microbatches import FittingMicrobatches
 
     RunStep = Callable[..., StepResult]
 

@@ -1,17 +1,13 @@
-"""Log once per step what its microbatches and replicas logged: the same number on every rank.
-
-Replicas may log different keys in one batch (a key inside an ``if``), and the same keys in another order: each value is
-reduced over those that logged it. One message of fixed size shows whether the keys are the same everywhere, and is
-enough then; only where they are not, replicas exchange what they logged.
-"""
+"""Logged values of a step, reduced over ranks, and what loggers get: when, and the graph of the full module."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -19,12 +15,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchmetrics import Metric
 
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.patching import keep_clean, replace, replaced
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
+from lightning_hybrid.step.recording.values_kept_on_modules import RecordedCall
 
 
 def silence_sync_dist_advice() -> None:
@@ -272,3 +271,99 @@ def _received(module: pl.LightningModule, key: Key, sent: Mapping[str, Any]) -> 
         metric = cast("Metric", module.get_submodule(sent["metric"]))
     other = {"other": sent["other"]} if "other" in sent else {}
     return Entry(key[0], metric, dict(sent["kwargs"]), [sent["value"]], [None], sent["dtype"], **other)
+
+
+# Attribute of the module while steps may run.
+_CALLS = "_hybrid_logger_calls"
+
+
+class _LoggerProxy:
+    """Stands for a logger, or for its experiment; attributes are those of the real one, calls are recorded."""
+
+    def __init__(self, real: Callable[[], Any], calls: list[Any], path: str, is_logger: bool) -> None:
+        self.__dict__.update(_real=real, _calls=calls, _path=path, _is_logger=is_logger)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._real())
+
+    def __getattr__(self, name: str) -> Any:
+        if self._is_logger and name == "experiment":
+            return _LoggerProxy(lambda: self._real().experiment, self._calls, f"{self._path}.{name}", is_logger=False)
+        real = getattr(self._real(), name)
+        if not callable(real) or (self._is_logger and not name.startswith("log_")):
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            self._calls.append(RecordedCall(self._path, name, dict(enumerate(args)), kwargs))
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real(), name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._real()[key]
+
+
+@contextlib.contextmanager
+def captured_loggers(module: pl.LightningModule) -> Iterator[None]:
+    """Record the logger calls of a step that runs inside."""
+    trainer = module.trainer
+    loggers = trainer._loggers
+    if not loggers or isinstance(vars(loggers[0]).get("_calls"), list):
+        yield
+        return
+    calls = vars(module).setdefault(_CALLS, [])
+    keep_clean(type(module))
+    proxies = [
+        _LoggerProxy(lambda logger=logger: logger, calls, str(index), is_logger=True)  # type: ignore[misc]
+        for index, logger in enumerate(loggers)
+    ]
+    with replaced(trainer, "_loggers", proxies, reason="loggers are told once, after the step"):
+        yield
+
+
+def flush_logger_calls(module: pl.LightningModule) -> None:
+    """Make the calls that a step recorded: lists that microbatches append to have an entry per batch."""
+    calls = vars(module).get(_CALLS)
+    if not calls:
+        return
+    recorded = list(calls)
+    calls.clear()
+    for path, name, args, kwargs in recorded:
+        index, *attributes = path.split(".")
+        target: Any = module.trainer.loggers[int(index)]
+        for attribute in attributes:
+            target = getattr(target, attribute)
+        getattr(target, name)(*args.values(), **kwargs)
+
+
+def drop_logger_calls(module: pl.LightningModule) -> None:
+    """Drop recorded calls after the run."""
+    vars(module).pop(_CALLS, None)
+
+
+def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> Callable[[], None]:
+    """Let each logger log its graph now, and not when Lightning asks: the module may be sharded then.
+
+    ``is_empty`` says whether the module was built without weights. Returns the undo: a run may fail before it asks.
+    """
+    undo = contextlib.ExitStack()
+    for logger in trainer.loggers:
+        if not is_empty:
+            logger.log_graph(module)
+        elif getattr(logger, "_log_graph", False):
+            rank_zero_warn(
+                f"{type(logger).__name__}(log_graph=True) runs the full module on one rank, and this one was built"
+                " with empty_init=True; no graph is logged: call logger.log_graph(module) after the run"
+            )
+        undo.callback(_skip_once(logger))
+    return undo.close
+
+
+def _skip_once(logger: Any) -> Callable[[], None]:
+    def log_graph(*_: Any, **__: Any) -> None:
+        put_back()
+
+    return (put_back := replace(logger, "log_graph", log_graph, reason="the graph is logged already"))

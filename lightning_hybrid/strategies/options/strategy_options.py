@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.errors import BatchError, LayoutError
 from lightning_hybrid.memory.recompute.policies import SPELLINGS, Recompute, check_recompute, parse_budget
+from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
-from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import Objective
+
 
 _SIZES = (
     "data_parallel_size",
@@ -89,6 +90,10 @@ class Options:
         names = {field.name for field in fields(cls)} - {"sizes", "unset"}
         unset = tuple(name for name in _UNPLANNED if _is_auto(arguments[name]))
         values = {name: _UNPLANNED[name] if name in unset else arguments[name] for name in names}
+        if isinstance(values["compile"], bool):
+            values["compile"] = "units" if values["compile"] else None
+        if values["reshard_after_forward"] is None:
+            values["reshard_after_forward"] = True
         return cls(sizes={name: arguments[name] for name in _SIZES}, unset=unset, **values)
 
     def changed(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,3 +362,31 @@ def _is_auto(value: Any) -> bool:
 def _is_count(value: Any) -> bool:
     # bool is an int to Python; here it is always a mistake.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+MicrobatchWeight = Callable[[Any], float]
+
+
+def weigh_by_count(microbatches: Sequence[Any], count: MicrobatchWeight, mesh: Mesh) -> list[float]:
+    """Return weights that make the mean over microbatches and replicas the mean over what ``count`` counts.
+
+    Gradients are averaged over the replicas afterwards, so a replica's weights sum to its share of the count times the
+    number of replicas. ``count`` returns a number or a tensor of one element.
+
+    Raises:
+        BatchError: The full batch counts 0, or a count is negative or not finite.
+    """
+    counts = torch.tensor([float(count(microbatch)) for microbatch in microbatches], dtype=torch.float64)
+    if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):
+        raise BatchError(
+            f"microbatch_weight gave {counts.tolist()}; each must be a finite number of 0 or more",
+            entry="microbatch-weight",
+        )
+    total = mesh.all_reduce(counts.sum().to(mesh.device_mesh.device_type), "data")
+    if float(total) == 0:
+        raise BatchError(
+            f"microbatch_weight gave 0 for all {len(microbatches)} microbatches; nothing is left to average",
+            entry="microbatch-weight",
+        )
+    weights: list[float] = (counts * mesh.size("data") / float(total)).tolist()
+    return weights

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -350,7 +351,7 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
         heads,
         option if counted else None,
         around=run.active.gathered,
-        inform=logging.getLogger("lightning.pytorch").info if is_first else lambda _: None,
+        inform=logging.getLogger(pl.__name__).info if is_first else lambda _: None,
         warn=warnings.warn if is_first else lambda _: None,
     )
     if (runner := run.runner) is not None:

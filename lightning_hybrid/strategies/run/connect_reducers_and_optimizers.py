@@ -18,11 +18,11 @@ from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import (
     connect_full_parameter_steps,
 )
-from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import (
+from lightning_hybrid.strategies.optimizer_steps.limits import (
+    check_quantized_states,
     check_random_rounding,
     check_reads_of_stages,
 )
-from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
 from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.connect_steps_in_backward import connect_steps_in_backward
@@ -34,7 +34,7 @@ from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
     has_adascale,
 )
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.strategies.user_code.hooks_of_optimizer_steps import (
+from lightning_hybrid.strategies.user_code.hooks import (
     read_in_later_hooks,
     step_hooks,
     without_later_hooks,

@@ -14,7 +14,7 @@ from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import overrides
+from lightning_hybrid.strategies.user_code.hooks import overrides
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.in_backward import StepsInBackward

@@ -20,13 +20,12 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.strategies.logs.announce_long_phases import phase
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.start.first_recording import record_first_step
+from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixed_samples
 from lightning_hybrid.strategies.start.runner_factory import make_runner
-from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixed_samples
-from lightning_hybrid.strategies.state.fallback import Fallback
+from lightning_hybrid.strategies.state.layout_changes import Fallback
 from lightning_hybrid.strategies.techniques.layer_reads import LayerReads
 from lightning_hybrid.strategies.techniques.order import techniques_of
-from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
+from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 
 if TYPE_CHECKING:
     from lightning_hybrid.memory.recompute.layers import Recomputation

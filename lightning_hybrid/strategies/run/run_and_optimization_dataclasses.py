@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
     from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
     from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-    from lightning_hybrid.strategies.state.fallback import Fallback
+    from lightning_hybrid.strategies.state.layout_changes import Fallback
     from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
     from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads

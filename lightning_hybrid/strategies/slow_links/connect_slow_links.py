@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.namespaces.converted_objects import convert
-from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.optimizers.trial import (
     INDEPENDENT,
     can_step_shards,
@@ -32,8 +30,6 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
         LayoutError: The layout, or an option, does not go with one of them.
     """
     callbacks: list[Any] = list(run.setting.trainer.callbacks)  # type: ignore[attr-defined]
-    for callback in callbacks:
-        convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
     found = [callback for callback in callbacks if isinstance(callback, SlowLinkCallback)]
     if len(found) > 1:
         names = " and ".join(type(callback).__name__ for callback in found)

@@ -6,19 +6,21 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hybrid.patching import reduced_as
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ArgumentSnapshot, ModuleSnapshot
-from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.strategies.start.iterator_pushback import PushedBackItems, is_one_shot, push_back
+from lightning_hybrid.step.objects.pytree import children_of, flatten
 from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import ReadRecorder
-from lightning_hybrid.strategies.world.correct_user_samplers import samplers_of
+from lightning_hybrid.strategies.world.samplers import samplers_of
 
 _NOTHING = object()
 _LONGEST = 1_000  # entries of a container in a dataset: longer ones are its samples, and not what it counts
@@ -196,3 +198,54 @@ def _as_samples(taken: list[Any], loader: DataLoader[Any]) -> Any:
     if not taken:
         return _NOTHING
     return taken[0] if loader.batch_size is None else taken
+
+
+_DEEPEST = 3
+
+
+def is_one_shot(value: Any, depth: int = 0) -> bool:
+    """Whether an iterable holds an iterator, or is one; ``depth`` is that of the containers around it."""
+    if isinstance(value, Iterator):
+        return True
+    if depth > _DEEPEST or isinstance(value, Tensor | nn.Module | type | str | bytes):
+        return False
+    parts = children_of(value)
+    inner = parts[0][:10] if parts is not None else list(getattr(value, "__dict__", {}).values())
+    return any(is_one_shot(part, depth + 1) for part in inner)
+
+
+class PushedBackItems:
+    """Items taken, and the rest of the stream; generators advanced by the taking advance when it is read."""
+
+    def __init__(self, taken: list[Any], rest: Iterator[Any], before: GeneratorStates, after: GeneratorStates) -> None:
+        self._items = chain(taken, rest)
+        self._before, self._after = before, after
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read it, once."""
+        if self._before.are_unchanged():
+            self._after.restore()
+        yield from self._items
+
+
+def push_back(owner: Any, back: PushedBackItems) -> Any:
+    """Let the next reader that iterates over ``owner`` get ``back``, and later ones what they would have got.
+
+    Returns the owner, or its replacement where it is a bare iterator.
+    """
+    kind = type(owner)
+
+    def iterate(self: Any) -> Iterator[Any]:
+        if type(self) is not given:  # it has been read since this iterator was made
+            yield from kind.__iter__(self)
+            return
+        self.__class__ = kind
+        yield from back
+
+    try:
+        members = {"__iter__": iterate, "__module__": kind.__module__, "__reduce_ex__": reduced_as(kind)}
+        given = type(kind.__name__, (kind,), members)
+        owner.__class__ = given
+    except TypeError:  # a generator, or another object of Python's own
+        return iter(back)
+    return owner

@@ -1,9 +1,11 @@
-"""Initial synchronization of ranks: weights, generators and seed."""
+"""Initial synchronization of ranks: weights, generators, seed, and what building optimizers writes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 
 
 def synchronize_start(
@@ -65,3 +68,26 @@ def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
 # Numbers of elements, and of tensors: at most 64 MiB of 32-bit numbers are copied at a time.
 _SMALL = 1 << 16
 _MOST_TOGETHER = 256
+
+
+def build_optimizers(
+    trainer: pl.Trainer, module: pl.LightningModule, world: RankWorld, copies: Sequence[nn.Module]
+) -> None:
+    """Let the strategy of a trainer build optimizers of a full module; collective.
+
+    Values that `configure_optimizers` writes, which may be computed from the batches of one replica, become those of
+    the first rank on all. ``copies`` of the module had its weights.
+    """
+    strategy: Any = trainer.strategy
+    before = _states(module)
+    strategy.setup_optimizers(trainer)
+    for parameter in module.parameters():
+        parameter.grad = None  # as the first batch clears them; its shard has another shape
+    if world.layout.world_size > 1 and world.decide(_states(module) != before, all_ranks=False):
+        with world.as_launcher():
+            broadcast_weights((module, *copies), world.device)
+
+
+def _states(module: nn.Module) -> list[tuple[int, int]]:
+    """What differs where a parameter or buffer was written."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in (*module.parameters(), *module.buffers())]

@@ -7,8 +7,6 @@ from typing import Any
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.namespaces.converted_objects import convert
-from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.techniques.technique import Active
@@ -39,8 +37,6 @@ def connect_adascale(
 
 def has_adascale(trainer: Any) -> bool:
     """Whether a callback of the user observes gradients before their average: AdaScale or GoodputMonitor."""
-    for callback in trainer.callbacks:
-        convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
     return any(isinstance(callback, GradientNoise) for callback in trainer.callbacks)
 
 

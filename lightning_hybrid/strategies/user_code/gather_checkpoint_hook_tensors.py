@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import SAVING
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
+from lightning_hybrid.strategies.user_code.hooks import LIBRARY_PREFIXES
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, OwnedShards)

@@ -15,9 +15,9 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import nn
 
 from lightning_hybrid.patching import replaced, wraps
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import CheckpointHooks
+from lightning_hybrid.strategies.user_code.hooks import LIBRARY_PREFIXES
 
 _AROUND_STEP = "optimizer_step"
 _INSIDE_HOOK = "Lightning's own code, called by a hook"

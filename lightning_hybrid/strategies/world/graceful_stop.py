@@ -1,15 +1,4 @@
-"""Graceful stop of all ranks at the same stop point: after a signal, or ``trainer.should_stop`` on any rank.
-
-One rank alone may be asked to stop: by its own clock, or by a condition on its rank. A stop point is the end of a
-training batch or the start of an epoch; all ranks pass the same ones, but not at the same time, and must not wait for
-each other there. So each counts its stop points in the store, in one operation that also reads whether another rank has
-raised an interrupt, which adds to the counts of all. A rank that finds the flag set at a stop point raises one, and
-reads how far each rank was at that moment:
-
-    another has passed the point    it did so without the flag: all stop at the next point that none has passed
-    none has                        each finds the interrupt at that point, and votes: all have the flag, and stop there
-                                    together, as one process does; or some have not, and all stop at the next point
-"""
+"""Signals that end a run: a checkpoint after the batch, and Slurm's requeue."""
 
 from __future__ import annotations
 
@@ -22,12 +11,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 
 from lightning_hybrid.collectives.wait_for_arrivals import pauses
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
+from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
 
 _SIGTERM = "sigterm"  # key in the store
 _INTERRUPT = 1 << 32  # above any number of stop points
@@ -228,3 +219,53 @@ class GracefulStop:
         if not trainer.training:
             return f"in batch {self._batches} of this run"
         return f"after batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
+
+
+_HANDLER = "_slurm_sigusr_handler_fn"
+
+
+class SlurmRequeue(RunCallback):
+    """Runs after all other callbacks, so that their changes at the end of a batch are saved."""
+
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
+        self._trainer, self._store = trainer, store
+        self._round = self._batches = self._signum = 0
+        self._undo: Callable[[], None] = lambda: None
+        environment = trainer._accelerator_connector.cluster_environment
+        listens = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        trainer.callbacks[:] = [other for other in trainer.callbacks if not isinstance(other, SlurmRequeue)]
+        if listens and mesh.layout.world_size > 1:
+            self._signum = int(environment.requeue_signal or 0)
+            trainer.callbacks.append(self)
+            connector = trainer._signal_connector
+            self._undo = replace(connector, _HANDLER, self._on_signal, reason="all ranks save after one batch")
+
+    def stop_listening(self) -> None:
+        """Undo the changes to the trainer."""
+        self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
+        self._undo()
+
+    @property
+    def _key(self) -> str:
+        return f"requeue-{self._round}"
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        """Agree on the batch after which all ranks save; the first signal decides."""
+        # Others may be one batch further, or, where gradients are accumulated, as many as they share nothing in.
+        due = self._batches + 2 + self._trainer.accumulate_grad_batches
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(self._key, "", str(due))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Save and requeue if this is the batch."""
+        self._batches += 1
+        if not self._is_due():
+            return
+        self._round += 1
+        connector = trainer._signal_connector
+        getattr(type(connector), _HANDLER)(connector, self._signum, None)
+
+    def _is_due(self) -> bool:
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            return self._store.check([self._key]) and self._batches >= int(self._store.get(self._key))
+        return False

@@ -1,15 +1,13 @@
-"""Failures of ranks: the other ranks learn of one within seconds.
-
-Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
-the others waiting for its messages until their timeout. Ranks report failures through the store by which they met: it
-works while collectives do not.
-"""
+"""Failures of ranks: each rank learns of those of others, and of ranks that do not arrive."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,15 +16,16 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_hybrid.collectives.wait_for_arrivals import pauses
+from lightning_hybrid.errors import NotOnAllRanks
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
 from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
-from lightning_hybrid.strategies.world.check_all_ranks_arrive import Rendezvous
-from lightning_hybrid.strategies.world.graceful_stop import GracefulStop
-from lightning_hybrid.strategies.world.slurm_requeue import SlurmRequeue
+from lightning_hybrid.strategies.world.graceful_stop import GracefulStop, SlurmRequeue
 
 # Time for the others to fail by themselves, as they do where all ranks make the same mistake.
 _SECONDS_FOR_PEERS = 1.0
@@ -200,3 +199,182 @@ def _brief(error: BaseException) -> str:
     lines: Sequence[str] = str(error).strip().splitlines() or [""]
     text = lines[0][:_SHOWN_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# The others usually come within this time; then their progress is read.
+_SECONDS_TO_ASK = 0.1
+# Outside of a run nobody records progress: the others have this time to come.
+_SECONDS_OUTSIDE_OF_RUNS = 4.0
+_SECONDS_UNTIL_TOLD = 10.0
+
+
+class Rendezvous:
+    """Progress of this rank in a run, and of the others."""
+
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
+        self._trainer, self._mesh, self._store = trainer, mesh, store
+        self._passed = self._trained = self._recorded = 0
+        self._met, self._checksums = Counter[str](), Counter[str]()  # calls so far, by their ranks
+
+    def passes(self) -> None:
+        """Record that this rank goes on to a collective; a message that no rank waits for."""
+        self._passed += 1
+        self._trained += self._trainer.training  # replicas have different numbers of batches in validation
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            self._store.set(f"at-{self._mesh.rank}", f"{self._passed} {self._trained}")
+
+    def has_recorded(self) -> None:
+        """Record that this rank could record a step; a message that no rank waits for."""
+        self._set_recorded(is_done=True)
+
+    def fails_alone(self, timeout: timedelta, is_over: Callable[[], bool]) -> bool:
+        """Wait until all ranks of this replica have tried to record a step, which has failed on this one.
+
+        Args:
+            timeout: For ranks that do not try.
+            is_over: Returns whether a rank has failed; then no rank is waited for.
+
+        Returns:
+            Whether it has not failed on all of them, so that this rank cannot go on with the others.
+        """
+        self._set_recorded(is_done=False)
+        layout, here = self._mesh.layout, self._mesh.rank
+        replica = [rank for rank in range(layout.world_size) if layout.data_rank(rank) == layout.data_rank(here)]
+        start, pause = time.monotonic(), pauses()
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            while waited_for := [rank for rank in replica if self._outcome(rank) != (self._recorded, 0)]:
+                is_done = any(self._outcome(rank) >= (self._recorded, 1) for rank in waited_for)
+                if is_done or is_over() or time.monotonic() - start > timeout.total_seconds():
+                    return True
+                next(pause)
+            return False
+        return True
+
+    def _set_recorded(self, *, is_done: bool) -> None:
+        self._recorded += 1
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"recorded-{self._mesh.rank}", f"{self._recorded} {int(is_done)}")
+
+    def _outcome(self, rank: int) -> tuple[int, ...]:
+        """The number of the latest recording that a rank has tried, and whether it was done."""
+        name = f"recorded-{rank}"
+        return tuple(map(int, self._store.get(name).split())) if self._store.check([name]) else (0, 0)
+
+    def catch_up(self, largest: Callable[[float], float]) -> None:
+        """Record the same progress on all ranks: some were stopped earlier than others; ``largest`` is over ranks."""
+        self._passed, self._trained = int(largest(self._passed)), int(largest(self._trained))
+
+    def meet(
+        self,
+        what: str,
+        timeout: timedelta,
+        is_over: Callable[[], bool],
+        ranks: Sequence[int] | None = None,
+        *,
+        compares: bool = True,
+        asks: bool = True,
+    ) -> None:
+        """Wait until ranks are here, to make the call ``what``, or one has failed (``is_over``).
+
+        Args:
+            what: The call.
+            timeout: For ranks that do not come.
+            is_over: Returns whether a rank has failed; then no rank is waited for.
+            ranks: Those that make the call; None is all.
+            compares: Whether they make the same call; otherwise they compare their calls afterwards.
+            asks: Whether to ask for the progress of the others; not where one rank may have more hooks than others.
+
+        Raises:
+            NotOnAllRanks: Another rank has gone on, makes another call, or has not come within the timeout.
+        """
+        ranks = range(self._mesh.layout.world_size) if ranks is None else ranks
+        if len(ranks) == 1:
+            return
+        if self._trainer.state.status != TrainerStatus.RUNNING:
+            timeout = min(timeout, timedelta(seconds=_SECONDS_OUTSIDE_OF_RUNS))
+        key = _key(ranks, compares=compares)
+        self._met[key] += 1
+        # No rank is more than one call ahead of another, so that two sums of checksums are enough.
+        call, checksum = f"sum-{self._met[key] % 2}-{key}", zlib.crc32(what.encode()) if compares else 0
+        with contextlib.suppress(dist.DistNetworkError):  # the store is gone with the rank that hosts it
+            self._store.set(f"waits-{self._mesh.rank}", f"{key} {self._met[key]} {what}")
+            self._store.add(call, checksum)
+            self._checksums[call] += checksum
+            absent = self._wait(what, timeout, is_over, ranks, key, asks=asks)
+            if absent is None:
+                return
+            if absent:
+                self._store.add(f"arrived-{key}", -1)
+                self._met[key] -= 1
+            elif self._store.add(call, 0) != len(ranks) * self._checksums[call]:
+                absent = {rank: f"make another call, {self._call_of(rank)[2]}" for rank in ranks}
+                absent.pop(self._mesh.rank)
+            if absent:
+                self._store.add(call, -checksum)
+                self._checksums[call] -= checksum
+                others = {reason: [rank for rank in absent if absent[rank] == reason] for reason in absent.values()}
+                raise NotOnAllRanks(
+                    f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own shard"
+                    f" or batches, but {'; '.join(f'ranks {found} {reason}' for reason, found in others.items())}; call"
+                    " it on all ranks: only the first writes the file",
+                    entry="save-ranks",
+                )
+
+    def _wait(
+        self, what: str, timeout: timedelta, is_over: Callable[[], bool], ranks: Sequence[int], key: str, *, asks: bool
+    ) -> dict[int, str] | None:
+        """Wait until all ranks have arrived; returns those that do not come, with reasons; None after a failure."""
+        wanted, start, pause, is_told = self._met[key] * len(ranks), time.monotonic(), pauses(), False
+        arrived = self._store.add(f"arrived-{key}", 1)
+        while arrived < wanted:
+            if is_over():
+                return None
+            waited = time.monotonic() - start
+            missing = self._missing(ranks, key, asks=asks) if waited > _SECONDS_TO_ASK else {}
+            if waited > timeout.total_seconds():
+                missing = {rank: why or f"have not come within {waited:.0f} s" for rank, why in missing.items()}
+            absent = {rank: why for rank, why in missing.items() if why}
+            arrived = self._store.add(f"arrived-{key}", 0)  # after the progress, which is later
+            if arrived < wanted and absent:
+                return absent
+            if waited > _SECONDS_UNTIL_TOLD and not is_told:
+                is_told = True
+                told = f"rank {self._mesh.rank} has waited {waited:.0f} s for ranks {list(missing)} in {what}"
+                print(told, file=sys.stderr, flush=True)
+            next(pause)
+        return {}
+
+    def _missing(self, ranks: Sequence[int], key: str, *, asks: bool) -> dict[int, str]:
+        """What ranks do that have not come; "" while they may still come."""
+        missing = {}
+        for rank in ranks:
+            its_key, number, what = self._call_of(rank)
+            if its_key == key and number >= self._met[key]:
+                continue
+            needs_this = f",{self._mesh.rank}," in its_key
+            if needs_this and number > self._met[its_key]:
+                missing[rank] = f"wait for this one in {what}"
+            else:
+                missing[rank] = "have continued without it" if asks and self._is_ahead(rank) else ""
+        return missing
+
+    def _call_of(self, rank: int) -> tuple[str, int, str]:
+        """The latest call for which a rank has waited: its ranks, how many they have made so far, and its name."""
+        name = f"waits-{rank}"
+        if not self._store.check([name]):
+            return "", 0, ""
+        key, number, what = self._store.get(name).decode(errors="replace").split(" ", 2)
+        return key, int(number), what
+
+    def _is_ahead(self, rank: int) -> bool:
+        """Whether another rank has passed this moment."""
+        layout, here = self._mesh.layout, self._mesh.rank
+        at = self._store.get(f"at-{rank}").split() if self._store.check([f"at-{rank}"]) else (0, 0)
+        passed, trained = map(int, at)
+        same_replica = layout.data_rank(rank) == layout.data_rank(here)
+        return passed > self._passed if same_replica else trained > self._trained
+
+
+def _key(ranks: Sequence[int], *, compares: bool) -> str:
+    """Name of the calls of these ranks; those that compare more afterwards are counted by themselves."""
+    return f"{'call' if compares else 'read'},{','.join(map(str, ranks))},"

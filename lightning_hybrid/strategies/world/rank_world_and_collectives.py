@@ -23,9 +23,8 @@ from lightning_hybrid.pipeline.results.metric_gathers import count_replicas_once
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import EpochMetrics
 from lightning_hybrid.strategies.world.evaluate_each_sample_once import evaluate_each_sample_once
-from lightning_hybrid.strategies.world.publish_device_mesh_to_user import published
 from lightning_hybrid.strategies.world.rank_failures import RankFailures
-from lightning_hybrid.strategies.world.world_seen_by_user_code import ReplicaWorld
+from lightning_hybrid.strategies.world.user_world import ReplicaWorld, published
 
 
 class RankWorld:

@@ -32,14 +32,17 @@ from lightning_hybrid.memory.saved_activations.requests import ActivationRequest
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.strategies.options.let_lightning_search_batch_sizes import is_check_of_batch_size_search
-from lightning_hybrid.strategies.options.plan_auto_sizes import agreed_plan, needs_plan, plan_options
+from lightning_hybrid.strategies.options.auto_sizes import (
+    agreed_plan,
+    is_check_of_batch_size_search,
+    needs_plan,
+    plan_options,
+)
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
 from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 from lightning_hybrid.strategies.world.return_results_of_forked_ranks import ForkedRanksLauncher
-from lightning_hybrid.strategies.world.sampler_epochs import set_next_epoch
+from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
 
 if TYPE_CHECKING:
     from lightning_hybrid.planner.search.plans_and_rejections import Plan

@@ -27,7 +27,7 @@ def test_copy_before_a_run(again):
             {"pipeline_parallel_size": 2, "zero_stage": 1, "schedule": "gpipe"},
             "Hybrid3DStrategy(pipeline_parallel_size=2, schedule='gpipe', zero_stage=1)",
         ),
-        ({"stage": 3, "compile": True}, "Hybrid3DStrategy(zero_stage=3, compile='units')"),
+        ({"zero_stage": 3, "compile": True}, "Hybrid3DStrategy(zero_stage=3, compile='units')"),
         ({"data_parallel_size": 2, "num_microbatches": "auto"}, "Hybrid3DStrategy(data_parallel_size=2)"),
         ({"zero_stage": 0, "recompute": None}, "Hybrid3DStrategy(zero_stage=0, recompute=None)"),
         ({"schedule": "auto", "chunked_loss": "auto"}, "Hybrid3DStrategy()"),

@@ -70,7 +70,7 @@ def test_cli_names_the_strategy_by_its_registered_name(worlds, tmp_path):
 @pytest.mark.parametrize(
     "imports",
     [
-        # Also in namespaces/test_lightning_names.py, where the other namespace is missing.
+        # Also in tests/test_namespace.py, where the other namespace is missing.
         pytest.param("import lightning_hybrid, lightning.pytorch as pl", marks=pytest.mark.slow),
         # The order of every rank of these tests: the server that they are forked from has Lightning loaded.
         pytest.param("import lightning.pytorch as pl, lightning_hybrid", marks=pytest.mark.slow),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import math
 import pickle
+import sys
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import tuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
@@ -122,3 +125,19 @@ def agreed_plan(planned: dict[str, Any] | Exception, rank: int) -> dict[str, Any
         raise agreed
     found: dict[str, Any] = agreed
     return found
+
+
+_CHECKS = (BatchSizeFinder.setup.__code__, tuning._check_scale_batch_size_configuration.__code__)
+_MAX_FRAMES = 4  # from the check to here
+
+
+def is_check_of_batch_size_search() -> bool:
+    """Whether a search of the batch size checks now that the strategy is not distributed."""
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        if frame.f_code in _CHECKS:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

@@ -1,16 +1,20 @@
-"""Optimizer states and gradients carried over in full while the layout of a run changes."""
+"""States that a run carries across changes of its layout, and the fallback to shards of ZeRO-3."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.objects import broadcast_object
+from lightning_hybrid.errors import WITHOUT_STAGES, LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -105,3 +109,60 @@ class FullGradients:
                 continue  # the sum over the pipeline ranks that hold it is still to come
             local = full if parts is None else parts.shard_of(name, parameter, full)
             parameter.grad = local.to(parameter.device).clone()
+
+
+_SIZES = {"pp": "pipeline_parallel_size", "cp": "context_parallel_size", "tp": "tensor_parallel_size"}
+# The last alternative of a message: to have no stages. These ranks hold shards already.
+_NO_STAGES = re.compile(rf"(?:[;,]? or|;|\. To [^.,]+,) {re.escape(WITHOUT_STAGES)}")
+
+
+class Fallback:
+    """The reason, equal on all ranks, why those along some axes hold ZeRO-3 shards and run the step unpartitioned.
+
+    Attributes:
+        mesh: The ranks, with shards over these axes.
+        reason: Why; a type of error, and its message.
+    """
+
+    def __init__(self, module: pl.LightningModule, mesh: Mesh, axes: Sequence[str], reason: str, *, strict: bool):
+        self._module, self._strict, self.reason = module, strict, _NO_STAGES.sub("", reason)
+        sizes = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
+        self._sizes = ", ".join(f"{_SIZES[axis]}={size}" for axis, size in sizes.items())
+        self._place = "pipelined" if list(axes) == ["pp"] else "cut"
+        self.mesh = mesh.with_shards_over(list(sizes))
+
+    @property
+    def refusal(self) -> str:
+        """The sizes that the step cannot be run under, and the reason."""
+        return f"the step cannot be run under {self._sizes}: {self.reason}"
+
+    @property
+    def line(self) -> str:
+        """The line of the start table."""
+        return f"sharded instead of {self._place}: {self.reason}"
+
+    def announce(self, error: Exception | None = None, *, reason: str = "") -> None:
+        """Warn that ranks hold shards, and why (``reason`` replaces the first), now that no batch can change that.
+
+        Raises:
+            LayoutError: The user wants the layout or nothing.
+        """
+        self.reason = _NO_STAGES.sub("", reason) or self.reason
+        if self._strict:
+            name = f"{type(self._module).__name__}.training_step"
+            raise LayoutError(
+                f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self.reason}; set"
+                f" strict_layout=False to have these {self.mesh.size('shares')} ranks hold shards of every parameter,"
+                " gradient and optimizer state instead",
+                entry="strict-layout",
+            ) from error
+        if not self._module.automatic_optimization:
+            # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.
+            batch = "on the full batch, which divides memory but not time; replicas with zero_stage=3 divide both"
+        else:
+            batch = "on its share of the batch"
+        rank_zero_warn(
+            f"{self.line}. So each of the {self.mesh.size('shares')} ranks of {self._sizes} holds a shard of every"
+            f" parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to make this"
+            " an error (docs/howto/step_not_partitioned.md)"
+        )

@@ -1,10 +1,11 @@
-"""Distributed samplers that users built themselves, and the ranks that they split samples over."""
+"""Samplers of the user: each replica draws its own share, and epochs are set."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -66,3 +67,18 @@ def _sizes(sampler: DistributedSampler[Any], replicas: int) -> tuple[int, int]:
         samples -= replicas
     each = math.ceil(samples / replicas)
     return each, each * replicas
+
+
+def set_next_epoch(trainer: Any, loader: object) -> None:
+    """Set the epoch that a fit begins with, or goes on with, on the samplers of its loader."""
+    loop = trainer.fit_loop
+    # Restored after `configure_optimizers`, which may ask for the number of batches and so for iterators.
+    saved = (trainer._checkpoint_connector._loaded_checkpoint.get("loops") or {}).get("fit_loop")
+    if saved:
+        epochs, batches = saved["epoch_progress"], saved["epoch_loop.batch_progress"]
+    else:
+        epochs, batches = loop.epoch_progress.state_dict(), loop.epoch_loop.batch_progress.state_dict()
+    current = epochs["current"]
+    # Saved after the last batch of an epoch, which Lightning counts when the loop begins.
+    is_over = current["started"] > current["processed"] and batches["is_last_batch"]
+    _set_sampler_epoch(loader, current["processed"] + is_over)

@@ -1,28 +1,26 @@
-"""The world visible to user code: the ranks that hold other data.
-
-Ranks of one replica hold shards of one copy of the model. While user code runs, the default process group,
-``get_rank``, ``get_world_size``, ``trainer.global_rank``, ``trainer.world_size`` and the environment's ``RANK`` and
-``WORLD_SIZE`` mean the data axes, so that gathers and datasets which the user wrote are right. Lightning's own code,
-and this package, sees the launcher's world.
-"""
+"""The world that user code sees: replicas as ranks, and a device mesh."""
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, reduced_as
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.hooks import LIBRARY_PREFIXES
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
 _NOT_USER_HOOKS = frozenset({"optimizer_step", "on_exception"})
@@ -157,3 +155,55 @@ def _bound_method(name: str, iterator: Any, visible: Callable[[], AbstractContex
 
 def _set_class(kind: type, loader: DataLoader[Any]) -> None:
     object.__setattr__(loader, "__class__", kind)  # Lightning notes what is set in the hooks that make loaders
+
+
+def _in_launcher_world(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def inside(mesh: PublishedMesh, *args: Any, **kwargs: Any) -> Any:
+        with mesh.launcher_world():
+            result = method(mesh, *args, **kwargs)
+        return published(result, mesh.launcher_world) if isinstance(result, DeviceMesh) else result
+
+    return inside
+
+
+class PublishedMesh(DeviceMesh):
+    """A mesh whose submeshes and coordinates are the same wherever they are read.
+
+    A ``DeviceMesh`` finds its coordinates by ``get_rank``, which means the data axes while user code runs.
+
+    Attributes:
+        launcher_world: Entered around methods that read ranks.
+    """
+
+    launcher_world: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+
+    __getitem__ = _in_launcher_world(DeviceMesh.__getitem__)
+    get_rank = _in_launcher_world(DeviceMesh.get_rank)
+    get_local_rank = _in_launcher_world(DeviceMesh.get_local_rank)
+    get_group = _in_launcher_world(DeviceMesh.get_group)
+    get_all_groups = _in_launcher_world(DeviceMesh.get_all_groups)
+    __repr__ = _in_launcher_world(DeviceMesh.__repr__)
+
+    @property
+    def mesh(self) -> Tensor:
+        """The ranks, of shape (size of the first dimension, size of the second, ...)."""
+        with self.launcher_world():
+            return super().mesh
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickles a plain ``DeviceMesh``: the run is over for the process that loads it."""
+        state = super().__getstate__()
+        state.pop("launcher_world", None)
+        return copyreg._reconstructor, (DeviceMesh, object, None), state  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PublishedMesh:
+        """Return the same mesh: a copy of the module is on it too."""
+        return self
+
+
+def published(mesh: DeviceMesh, launcher_world: Callable[[], AbstractContextManager[None]]) -> DeviceMesh:
+    """Turn a mesh of the launcher's ranks into a `PublishedMesh`, for user code."""
+    mesh.__class__ = PublishedMesh
+    mesh.__dict__["launcher_world"] = launcher_world
+    return mesh

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
-# Private names by module (below `lightning.pytorch` or `pytorch_lightning`), and by class where they are attributes.
+import lightning.pytorch as pl
+
+# Private names by module (below `lightning.pytorch`), and by class where they are attributes.
 PYTORCH: dict[str, tuple[str, ...]] = {
     "callbacks.throughput_monitor:ThroughputMonitor": ("_compute", "_module_has_flops", "_throughputs", "_update"),
     "callbacks.weight_averaging:WeightAveraging": ("_average_model", "_copy_average_to_current", "_swap_models"),
@@ -60,7 +61,7 @@ PYTORCH: dict[str, tuple[str, ...]] = {
     "utilities.combined_loader:CombinedLoader": ("_mode", "_spec"),
     "utilities.data": ("_update_dataloader",),
 }
-# The same below `lightning.fabric` or `lightning_fabric`.
+# The same below `lightning.fabric`.
 FABRIC: dict[str, tuple[str, ...]] = {
     "utilities.cloud_io": ("_is_local_file_protocol",),
     "utilities.data": ("_set_sampler_epoch",),
@@ -73,21 +74,17 @@ FABRIC: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_lightning_internals(package: str) -> None:
-    """Check that one namespace of Lightning has every private name that is used.
-
-    Args:
-        package: ``lightning.pytorch`` or ``pytorch_lightning``.
+def check_private_names() -> None:
+    """Check that Lightning has every private name that is used.
 
     Raises:
         ImportError: It lacks some; names them, and the installed version.
     """
-    fabric = package.replace("pytorch_lightning", "lightning_fabric").replace("lightning.pytorch", "lightning.fabric")
-    missing = [*_missing_names(package, PYTORCH), *_missing_names(fabric, FABRIC)]
+    missing = [*_missing_names("lightning.pytorch", PYTORCH), *_missing_names("lightning.fabric", FABRIC)]
     if missing:
-        version = getattr(sys.modules[package], "__version__", "of unknown version")
+        version = getattr(pl, "__version__", "of unknown version")
         raise ImportError(
-            f"lightning_hybrid uses private names that {package} {version} does not have: {', '.join(missing)};"
+            f"lightning_hybrid uses private names that {pl.__name__} {version} does not have: {', '.join(missing)};"
             " install a version that pyproject.toml names: pip install 'lightning>=2.6,<2.7'"
         )
 

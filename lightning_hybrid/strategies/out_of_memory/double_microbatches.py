@@ -1,13 +1,4 @@
-"""``microbatch="auto"``: a training step for which memory does not suffice runs again, in twice as many microbatches.
-
-    try the step ── out of memory on a rank ──► no rank keeps anything of it ──► twice as many microbatches ──► again
-
-No optimizer has stepped meanwhile, and the random numbers of a step depend on its number and that of the microbatch. So
-the loss and the gradients are those of a run that had the final number from the beginning.
-
-A step is guarded (``agree_before_collectives``) while its microbatches are larger than those of earlier ones, and until
-one has run after the optimizer has allocated its states. Others are known to fit.
-"""
+"""Steps that run out of memory run again with twice as many microbatches, where the run can repeat them."""
 
 from __future__ import annotations
 
@@ -18,8 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.errors import RankOutOfMemory, StepError, is_out_of_memory
+from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
@@ -27,7 +20,9 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
+from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import searches_batch_size
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.start.callbacks import why_ranks_cannot_stop_together
 
 
 class FittingMicrobatches:
@@ -56,6 +51,22 @@ class FittingMicrobatches:
         self.is_guarding = self._left > 0
         runner.is_fatal = is_out_of_memory
         return self.is_guarding
+
+    def note_why_not_run_again(self, error: BaseException) -> None:
+        """Note on an error that ends the fit why no training step has run again."""
+        if isinstance(error, RankOutOfMemory) or not is_out_of_memory(error):
+            return
+        note = (
+            'microbatch="auto" fits forwards and backwards of training steps into memory, and memory has run out in the'
+            " optimizer's step, in a hook, or in a step of a size that has fit before: use less memory"
+            f' ({_PAGE}): zero_stage=1 or more, offload="cpu", or a larger num_microbatches'
+        )
+        if self._setting.trainer.evaluating:
+            note = (
+                'microbatch="auto" fits training steps into memory, and memory has run out in evaluation: set a smaller'
+                f" batch_size in its loader ({_PAGE})"
+            )
+        add_error_note(error, note)
 
     def run(self, runner: MicrobatchRunner, run: Callable[[], StepResult]) -> StepResult:
         """Run the step, guarded if it is to be.
@@ -153,3 +164,43 @@ def _parameter_sums(module: nn.Module) -> list[float]:
     with torch.no_grad():
         local = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]
         return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in local if not tensor.is_complex()]
+
+
+_PAGE = "docs/howto/out_of_memory.md"
+
+
+def batch_norms_in_training(module: nn.Module) -> list[str]:
+    """Return the FQNs of BatchNorm layers that take statistics of what they are given, a microbatch."""
+    return [name for name, each in module.named_modules() if isinstance(each, _BatchNorm) and each.training]
+
+
+def check_microbatch_option(setting: Setting) -> None:
+    """Refuse options and modules with which a training step cannot run again in more microbatches.
+
+    Raises:
+        ValueError: There is one.
+    """
+    reason = _why_not(setting) or why_ranks_cannot_stop_together(setting.trainer, setting.world.mesh)
+    if reason:
+        raise ValueError(
+            'microbatch="auto" runs a training step again in more microbatches if it does not fit into memory, and'
+            f" {reason}; leave microbatch out, and set num_microbatches"
+        )
+
+
+def _why_not(setting: Setting) -> str:
+    options, module = setting.options, setting.module
+    norms = batch_norms_in_training(module)
+    if setting.is_manual:
+        return "with manual optimization training_step may have stepped an optimizer by then"
+    if norms:
+        return f"{norms[0]} and {len(norms) - 1} other BatchNorm layers take statistics of each microbatch"
+    if options.batch_splitter is not None:
+        return "batch_splitter makes microbatches whose sizes are not known"
+    if options.optimizer_in_backward:
+        return "optimizer_in_backward=True steps parameters in its backward"
+    if options.verify_first_step:
+        return "verify_first_step=True compares a first step of which the full batch fits"
+    if searches_batch_size(setting.trainer):
+        return "BatchSizeFinder tries batches that do not fit in one microbatch: use one of the two"
+    return ""

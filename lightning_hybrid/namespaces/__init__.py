@@ -1,1 +1,0 @@
-"""Support for Lightning's two namespaces, `lightning.pytorch` and `pytorch_lightning`, with the classes for each."""

@@ -1,0 +1,73 @@
+"""Registration of the strategies with Lightning by name, without importing Lightning.
+
+Lightning has no entry point for strategies, so importing this package registers them, now or right after the import of
+Lightning. Uses without Lightning (planning a layout, drawing a schedule) do not import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any
+
+from lightning_hybrid.checkpoint.load_from_checkpoint import accept_folders
+from lightning_hybrid.namespace import PACKAGES
+
+_NAMES: dict[str, dict[str, Any]] = {
+    "hybrid3d": {},
+    "hybrid3d_fork": {"start_method": "fork"},
+    "hybrid3d_notebook": {"start_method": "fork"},
+    "hybrid3d_zero1": {"zero_stage": 1},
+    "hybrid3d_zero2": {"zero_stage": 2},
+    "hybrid3d_zero3": {"zero_stage": 3},
+    "hybrid3d_zero3_offload": {"zero_stage": 3, "offload": "cpu"},
+}
+
+
+def register(package: ModuleType) -> None:
+    """Register the strategies with one of Lightning's packages, or refuse them where the other one is in use."""
+    accept_folders(importlib.import_module(f"{package.__name__}.core.saving"))
+    if sys.modules.get(PACKAGES[0], package) is not package:
+        _refuse_in(package.Trainer)
+        return
+    registry = importlib.import_module(f"{package.__name__}.strategies").StrategyRegistry
+    for name, options in _NAMES.items():
+        if name not in registry:
+            description = "data, tensor and pipeline parallelism for unmodified LightningModules"
+            registry.register(name, _build, description=description, **options)
+
+
+def _build(**options: Any) -> Any:
+    return importlib.import_module("lightning_hybrid.strategies.hybrid3d").Hybrid3DStrategy(**options)
+
+
+def _refuse_in(trainer: Any) -> None:
+    """Make the Trainer of the package that is not in use refuse objects of this package."""
+    init = trainer.__init__
+    if hasattr(init, "refuses_hybrid3d"):
+        return
+
+    @functools.wraps(init)
+    def init_without_ours(self: Any, *args: Any, **options: Any) -> None:
+        for argument in ("strategy", "plugins", "callbacks"):
+            value = options.get(argument)
+            for each in value if isinstance(value, Collection) and not isinstance(value, str) else (value,):
+                if str(each).startswith("hybrid3d") if isinstance(each, str) else _is_ours(each):
+                    name = repr(each) if isinstance(each, str) else type(each).__name__
+                    raise TypeError(
+                        f"Trainer({argument}={name}): the Trainer is of pytorch_lightning, but lightning.pytorch was"
+                        " imported before it, and lightning_hybrid works with one of them in a process; take the"
+                        " Trainer and the module from lightning.pytorch, or import pytorch_lightning first and"
+                        " lightning.pytorch nowhere"
+                    )
+        init(self, *args, **options)
+
+    init_without_ours.refuses_hybrid3d = True  # type: ignore[attr-defined]
+    trainer.__init__ = init_without_ours
+
+
+def _is_ours(value: object) -> bool:
+    return any(base.__module__.startswith("lightning_hybrid.") for base in type(value).__mro__)

@@ -1,0 +1,107 @@
+"""Keywords of Lightning's strategies, FSDP, accelerate and DeepSpeed: each is refused with what to set here."""
+
+import inspect
+import re
+import sys
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS
+from lightning_hybrid.strategies.options.foreign import ADVICE
+from models.tiny import Tiny
+
+NAMES = {name for advice in ADVICE.values() for name in advice}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stage": 3}, r"stage=3 is a keyword of DeepSpeed: set zero_stage to the same number"),
+        ({"sharding_strategy": "FULL_SHARD"}, r"sharding_strategy='FULL_SHARD' is a keyword of FSDP: set zero_stage=3"),
+        ({"fsdp_offload_params": True}, r"fsdp_offload_params=True is a keyword of accelerate: set offload='cpu'"),
+        ({"find_unused_parameters": False}, r"find_unused_parameters=False is a keyword of DDP: leave it out"),
+        (
+            {"config": {str(n): n for n in range(999)}},
+            r"config=\{.{1,99}\.\.\.\} is a keyword of DeepSpeed: set zero",
+        ),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_keyword_is_refused_with_its_library_and_what_to_set(given, message):
+    with pytest.raises(ValueError, match=message):
+        Hybrid3DStrategy(**given)
+
+
+def test_every_keyword_is_of_one_library_and_no_option():
+    assert len(NAMES) == sum(map(len, ADVICE.values())) and not NAMES & OPTION_DEFAULTS.keys()
+    options = set(
+        re.findall(r"(?<![\w.(])(\w+)=", " ".join(text for advice in ADVICE.values() for text in advice.values()))
+    )
+    options -= {"accelerator", "devices", "rank", "start_step", "scaler", "reduce_dtype", "gather_dtype"}
+    assert options <= OPTION_DEFAULTS.keys() | NAMES
+
+
+# FSDPStrategy passes further keywords on to torch's class.
+KINDS = [DDPStrategy, FSDPStrategy, FullyShardedDataParallel, DeepSpeedStrategy, ModelParallelStrategy]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_keyword_of_lightning_has_an_answer(kind):
+    keywords = {p.name for p in inspect.signature(kind).parameters.values() if p.kind != p.VAR_KEYWORD}
+    assert keywords - OPTION_DEFAULTS.keys() - NAMES - {"module"} == set()
+
+
+def test_every_key_of_a_file_of_accelerate_has_an_answer():
+    launch = pytest.importorskip("accelerate.commands.launch")
+    parser = launch.launch_command_parser()
+    keys = {action.dest for action in parser._actions if action.dest.startswith("fsdp_")}
+    assert len(keys) > 10 and keys <= NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("tensor_paralel_size", "; the nearest are tensor_parallel_size,"), ("qq", "$")]
+)
+def test_unknown_keywords(name, nearest):
+    with pytest.raises(TypeError, match=f"no option '{name}'{nearest}"):
+        Hybrid3DStrategy(**{name: 2})
+
+
+@pytest.mark.filterwarnings("ignore")  # LightningCLI calls deprecated functions of jsonargparse
+def test_yaml_of_lightning_cli(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    strategy = {"class_path": "lightning_hybrid.Hybrid3DStrategy", "init_args": {"fsdp_sharding_strategy": "NO_SHARD"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "strategy": strategy}}))
+    arguments = ["--config", str(tmp_path / "config.yaml"), "--seed_everything", "false"]
+    with pytest.raises(ValueError, match=r"fsdp_sharding_strategy='NO_SHARD' is a keyword of accelerate: set zero_st"):
+        LightningCLI(Tiny, args=arguments, run=False, save_config_callback=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "value"),
+    [
+        ({"compile": True}, "compile", "units"),
+        ({"compile": False}, "compile", None),
+        ({"reshard_after_forward": None}, "reshard_after_forward", True),
+    ],
+)
+def test_two_spellings_of_a_value(given, option, value):
+    assert getattr(Hybrid3DStrategy(**given).options, option) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"offload": {"parameters": "cpu"}}, "set zero_stage=3, or leave 'parameters' out"),
+        ({"offload": {"gradients": "cpu"}}, "set zero_stage=1, 2 or 3, or leave 'gradients' out"),
+        ({"reshard_after_forward": 4}, "reshard_after_forward=4: .*set shard_size=4"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0: .*set shard_size=0"),
+    ],
+)
+def test_values_of_other_libraries(given, message):
+    with pytest.raises(ValueError, match=message):
+        Hybrid3DStrategy(**given)
