@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import Function, _SingleLevelFunction
@@ -57,24 +57,28 @@ def functions_with_repeated_draws(
 ) -> AbstractContextManager[None]:
     """Let functions whose backward reruns their forward, as hand-written checkpoints do, draw equal numbers again."""
     takes_context = [function for function in functions if function.setup_context is Function.setup_context]
-    patches = (patch for function in takes_context for patch in _patched_methods(function, randomness))
+    patches = (_with_repeated_draws(function, randomness) for function in takes_context)
     return ReplacedAll(patches, reason="backwards repeat the draws of forwards")
 
 
-def _patched_methods(function: type[Function], randomness: KeyedRandomness) -> Iterable[tuple[Any, str, Any]]:
+class _Repeated(NamedTuple):
+    """What torch takes for the class of a function in one backward; it runs after the patches are gone."""
+
+    backward: Callable[..., Any]
+    vjp: Callable[..., Any] = Function.vjp
+
+
+def _with_repeated_draws(function: type[Function], randomness: KeyedRandomness) -> tuple[Any, str, Any]:
     user_forward, user_backward = function.forward, function.backward
 
     @wraps(user_forward)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            ctx._hybrid_again = randomness.again(user_backward)
+        again = user_backward if torch.compiler.is_compiling() else randomness.again(user_backward)
+        if again is not user_backward:
+            ctx._forward_cls = _Repeated(again)
         return user_forward(ctx, *args, **kwargs)
 
-    @wraps(user_backward)
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return getattr(ctx, "_hybrid_again", user_backward)(ctx, *gradients)
-
-    return (function, "forward", staticmethod(forward)), (function, "backward", staticmethod(backward))
+    return function, "forward", staticmethod(forward)
 
 
 def refuse_uninterceptable_functions(current: CurrentRun) -> AbstractContextManager[None]:
