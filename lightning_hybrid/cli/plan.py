@@ -24,7 +24,7 @@ from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.cli.recording import data_and_device_errors, reads_storage
 from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.memory.recompute.policies import parse_budget
+from lightning_hybrid.memory.recompute.amounts import parse_budget
 from lightning_hybrid.planner.costs.transformer_costs import costs_from_config
 from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
 from lightning_hybrid.planner.measured.correct_by_run import corrected_by

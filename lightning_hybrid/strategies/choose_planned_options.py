@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
 from lightning_hybrid.memory.free_memory import free_on_host
-from lightning_hybrid.memory.recompute.policies import parse_budget
+from lightning_hybrid.memory.recompute.amounts import parse_budget
 from lightning_hybrid.planner.costs.costs_from_step_graph import PROOF, costs_from_parameters
 from lightning_hybrid.planner.costs.expert_sets import EXPERT_PROOF
 from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names

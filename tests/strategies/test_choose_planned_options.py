@@ -192,8 +192,8 @@ def test_measured_costs_beside_the_checkpoints_correct_the_plan(monkeypatch, tmp
     places = {"checkpoints": tmp_path}, {"resumed": str(tmp_path / "last.ckpt")}, {"resumed": tmp_path / "last.ckpt"}
     for place in places:
         plan_on(monkeypatch, 2, 16e9, **place, **PLANNED)
-        assert f"corrected by the measured costs of {path}: 3.30 s of a step" in said[-1]
-        assert re.search(r"dp=2 +3\.30 s", said[-1])
+        assert f"corrected by the measured costs of {path}: 3.3 s of a step" in said[-1]
+        assert re.search(r"dp=2 +3\.30? s", said[-1])
     plan_on(monkeypatch, 2, 16e9, resumed=tmp_path / "other" / "last.ckpt", **PLANNED)
     assert "corrected by" not in said[-1]
 
@@ -263,12 +263,12 @@ def test_a_budget_of_recomputation_is_a_limit_of_the_plan(monkeypatch):
     monkeypatch.setattr(choose_planned_options, "rank_zero_info", said.append)
     assert plan_on(monkeypatch, 2, 16e9, recompute="50%", **PLANNED) == dict.fromkeys(SIZES, 1)
     assert re.search(r"dp=2 ", said[0])  # without recomputation, for which there is no need
-    with pytest.raises(PlanError, match=r"no layout of Net fits 2 devices of 400\.1 MB"):
+    with pytest.raises(PlanError, match=r"no layout of Net fits 2 devices of 400 MB"):
         plan_on(monkeypatch, 2, 16e9, recompute="100KB", **PLANNED)
 
 
 def test_nothing_fits(monkeypatch):
-    with pytest.raises(PlanError, match=r"no layout of Net fits 2 devices of 100\.0 MB"):
+    with pytest.raises(PlanError, match=r"no layout of Net fits 2 devices of 100 MB"):
         plan_on(monkeypatch, 2, 16e9, max_memory="100MB")
 
 

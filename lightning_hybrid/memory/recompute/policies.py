@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
+from lightning_hybrid.memory.recompute.amounts import SPELLINGS, parse_budget
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]
 Recompute: TypeAlias = int | Policy | str | Sequence[Layers] | Mapping[Layers, Policy]  # the str is a budget
 POLICIES = ("keep", "full", "selective")
 SELECTIVE_SHARE = 0.4
-_UNITS = {"B": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}}
-_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
-_FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*")
-SPELLINGS = "a number of bytes with its unit such as '6GiB' or '500 MB', or a share of the free memory such as '50%'"
 
 
 def is_selective(policy: object) -> bool:
@@ -110,27 +106,3 @@ def _chosen_layers(choice: Layers, layers: Mapping[str, nn.Module]) -> list[str]
         f" {', '.join(layers)}, of {classes}",
         entry="recompute-name",
     )
-
-
-class Budget(NamedTuple):
-    """Bytes that a rank may use; one of the two is set.
-
-    Attributes:
-        nbytes: A number of bytes.
-        share: Of the memory that is free for the rank, at most 1.
-    """
-
-    nbytes: int | None = None
-    share: float | None = None
-
-
-def parse_budget(text: Any) -> Budget | None:
-    """Returns the budget that a text such as "6GiB" or "50%" stands for; None if it stands for none."""
-    form = _FORM.fullmatch(text) if isinstance(text, str) else None
-    if form is None:
-        return None
-    number, unit = float(form[1]), form[2]
-    if unit == "%":
-        return Budget(share=number / 100) if 0 < number <= 100 else None
-    nbytes = int(number * _UNITS[unit]) if unit in _UNITS else 0
-    return Budget(nbytes=nbytes) if nbytes else None

@@ -69,7 +69,7 @@ class _Logged:
             return each[0] if each else math.nan  # that of the batch already
         if isinstance(self.what, Tensor) and not (self.what.is_floating_point() or self.what.is_complex()):
             return sum(each)
-        how = self.how if self.how in ("max", "min") or (self.how == "sum" and isinstance(self.what, Tensor)) else ""
+        how = self.how if self.how in ("max", "min", "sum") else ""
         if not isinstance(self.what, Tensor):
             counts = [(value, samples[position] or 0) for position, value in values.items()]
             if self.how == "sum" and all(v == n or (n > 1 and v % n == 0) for v, n in counts) and any(each):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from harness.layouts import each_under
 from harness.verification import BOTH, LAYOUTS, STAGES, check
+from lightning_hybrid.verify import Layout
 from models.autograd_functions import ManualCheckpoint
 from models.regression import FEATURES, Regression
 
@@ -93,6 +94,11 @@ CHECKPOINTING = [ChecksPairs, ChecksReentrantly, ChecksAll, ChecksSegments, Chec
 @each_under("module", CHECKPOINTING, [STAGES, BOTH])
 def test_manual_checkpointing(worlds, module, layout):
     report = check(worlds, module, layout)
+    assert report.outcome == "same", str(report)
+
+
+def test_a_function_that_runs_its_layer_again_draws_what_it_drew(worlds):
+    report = check(worlds, ChecksByFunction, Layout("one device", devices=1, strategy={}), num_microbatches=2)
     assert report.outcome == "same", str(report)
 
 
