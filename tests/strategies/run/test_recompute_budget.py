@@ -143,7 +143,9 @@ def test_compiled_layers(worlds, run):
     assert most <= budget, (most, budget)
     if run.case is GPT2:  # without random numbers, those of the batch that is profiled uncompiled are equal too
         assert all(torch.equal(a, b) for a, b in zip(plain[0].losses, tight[0].losses, strict=True))
-        assert most >= 0.8 * budget  # dropout saves less where it is compiled
+        assert (
+            most >= 0.6 * budget
+        )  # a layer is kept or repeated as a whole, and dropout saves less where it is compiled
     for rank in generous:
         assert set(rank.extra["shares"].values()) == {1.0}
     blocks = [
