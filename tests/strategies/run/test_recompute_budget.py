@@ -145,7 +145,7 @@ def test_compiled_layers(worlds, run):
         assert all(torch.equal(a, b) for a, b in zip(plain[0].losses, tight[0].losses, strict=True))
         assert (
             most >= 0.6 * budget
-        )  # a layer is kept or repeated as a whole, and dropout saves less where it is compiled
+        )  # layers are kept or repeated as a whole
     for rank in generous:
         assert set(rank.extra["shares"].values()) == {1.0}
     blocks = [
