@@ -143,9 +143,7 @@ def test_compiled_layers(worlds, run):
     assert most <= budget, (most, budget)
     if run.case is GPT2:  # without random numbers, those of the batch that is profiled uncompiled are equal too
         assert all(torch.equal(a, b) for a, b in zip(plain[0].losses, tight[0].losses, strict=True))
-        assert (
-            most >= 0.6 * budget
-        )  # layers are kept or repeated as a whole
+        assert most >= 0.6 * budget  # layers are kept or repeated as a whole
     for rank in generous:
         assert set(rank.extra["shares"].values()) == {1.0}
     blocks = [
