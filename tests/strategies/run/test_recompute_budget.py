@@ -79,7 +79,8 @@ def test_bits_and_peaks(worlds, run):
             for a, b in zip(one.grads, other.grads, strict=True):
                 assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     most = max(max(rank.extra["peaks"]) for rank in tight)
-    assert 0.9 * budget <= most <= budget, (most, budget)
+    # What layers receive in their forward is counted as kept, also where no kept result needs it.
+    assert (0.8 if run.tp > 1 else 0.95) * budget <= most <= budget, (most, budget)
     for rank in generous:
         assert set(rank.extra["shares"].values()) == {1.0} and rank.extra["recomputed"] == 0.0
     assert min(share for rank in tight for share in rank.extra["shares"].values()) < 1
@@ -134,7 +135,9 @@ def test_compiled_layers(worlds, run):
     highest = max(max(rank.extra["peaks"]) for rank in generous)
     floor = max(rank.extra["report"][0] for rank in generous)
     assert highest == pytest.approx(max(max(rank.extra["peaks"]) for rank in plain), rel=0.01)
-    budget = int(floor + 0.6 * (highest - floor))
+    # Of layers of equal work those are kept that cost least: the last one, which fits just above the floor, and then
+    # only as many as a budget for uncompiled layers allows.
+    budget = int(floor + (0.1 if run.case is GPT2 else 0.6) * (highest - floor))
     tight = worlds.run(run.world_size, fit, with_budget(run, f"{budget}B"), timeout=300)
     for one, other in zip(generous, tight, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
@@ -143,7 +146,7 @@ def test_compiled_layers(worlds, run):
     assert most <= budget, (most, budget)
     if run.case is GPT2:  # without random numbers, those of the batch that is profiled uncompiled are equal too
         assert all(torch.equal(a, b) for a, b in zip(plain[0].losses, tight[0].losses, strict=True))
-        assert most >= 0.6 * budget  # layers are kept or repeated as a whole
+        assert most >= 0.8 * budget  # dropout saves less where it is compiled
     for rank in generous:
         assert set(rank.extra["shares"].values()) == {1.0}
     blocks = [
