@@ -14,6 +14,7 @@ from typing import Literal
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.memory.recompute.policies import SELECTIVE_SHARE, Policy
+from lightning_hybrid.techniques.technique import Footprint
 
 Place = Literal["files", "host"]
 KINDS = ("parameters", "gradients", "optimizer_states", "activations")
@@ -92,7 +93,7 @@ def estimate_rank_memory(
     activations: int | None,
     *,
     working: int = 0,
-    footprint: tuple[int, int, int] | None = None,
+    footprint: Footprint | None = None,
     offloaded: Mapping[str, Place] | None = None,
 ) -> RankMemory:
     """Estimate the memory of one rank, or of one of its stages.
@@ -107,11 +108,11 @@ def estimate_rank_memory(
     """
     members = list(parameters)
     trained = [each for each in members if each.is_trained]
-    here = footprint or (sum(each.nbytes for each in members), sum(each.nbytes for each in trained), 0)
+    here = footprint or Footprint(sum(each.nbytes for each in members), sum(each.nbytes for each in trained), 0)
     return RankMemory(
-        parameters=here[0],
-        gradients=here[1],
-        gathered=here[2],
+        parameters=here.parameters,
+        gradients=here.gradients,
+        gathered=here.gathered,
         optimizer_states=_sum([each.state_bytes for each in trained]),
         activations=activations,
         working=working,

@@ -23,7 +23,7 @@ from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResu
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, split
 from lightning_hybrid.step.objects.pytree import flatten
 
-# Trials have batch numbers of their own, of which random numbers are a function.
+# Trials have batch numbers of their own: random numbers depend on them.
 _OTHER = 2**40
 
 

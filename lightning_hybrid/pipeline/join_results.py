@@ -1,4 +1,4 @@
-"""The result of a step in stages, from those of its microbatches: its loss, what it returns, and what it appends."""
+"""The result of a step in stages, joined from its microbatches: its loss, what it returns, and what it appends."""
 
 from __future__ import annotations
 

@@ -88,8 +88,10 @@ class ParameterGroup:
         self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
-        self._accumulated: dict[str, Tensor] = {}  # full gradients of earlier batches, of which hooks see the sum
-        self._unused: dict[str, Tensor] = {}  # those of parameters that this rank has not gathered
+        self._accumulated: dict[
+            str, Tensor
+        ] = {}  # full gradients of earlier batches, to which hooks see the backward add
+        self._unused: dict[str, Tensor] = {}  # the same, of parameters that this rank has not gathered
         self.is_full = False
         self._is_pinned = False
         self._state_at_pin: dict[str, tuple[int, int]] = {}

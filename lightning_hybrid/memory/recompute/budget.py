@@ -33,7 +33,8 @@ from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute.profile import Interval, ProfiledRun, StepProfile
 from lightning_hybrid.memory.recompute.selective import LayerCosts, LayerRun, storage_bytes
 
-SHARES = tuple(tenths / 10 for tenths in range(1, 10))  # of the bytes of a layer, up to which it may keep results of products
+# Parts of the bytes of a layer, up to which it may keep results of products.
+SHARES = tuple(tenths / 10 for tenths in range(1, 10))
 EVERYTHING = len(SHARES) + 1  # the highest level; 0 keeps inputs alone
 _MAX_PROFILES = 8  # of a run: calls that none of them has seen are recomputed in full
 _SECONDS = 20.0  # after which the best choice so far is taken

@@ -33,7 +33,7 @@ class TiedParameters:
         self._sets = [(ranks, members) for (ranks, _), members in sets.items()]
 
     def num_owners(self) -> dict[nn.Parameter, int]:
-        """Returns the number of ranks whose gradients are summed into that of each parameter."""
+        """Returns how many ranks sum their gradients of each parameter."""
         return {parameter: len(ranks) for ranks, members in self._sets for parameter in members}
 
     def sum_gradients(self) -> None:

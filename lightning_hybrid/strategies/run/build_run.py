@@ -248,8 +248,8 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         undo.callback(around_validation(setting.trainer, begin, run.experts.end_evaluation))
     if partition is None:
         return run
-    built = [technique.build(run, partition) for technique in run.techniques]
-    active = built[0] if built else run.active
+    # One so far: what two would do in a step is not combined yet.
+    [active] = [technique.build(run, partition) for technique in run.techniques] or [run.active]
     if run.gathered_shardings:
         undo.callback(around_validation(setting.trainer, active.begin_evaluation, active.end_evaluation))
     return dataclasses.replace(run, active=active)

@@ -84,7 +84,7 @@ class Zero(Technique):
             )
 
     def place(self, run: Any, earlier: Sequence[AxisSharding]) -> Sequence[AxisSharding]:
-        """Shard each parameter over the ranks of a shard, or those of them that have the same experts."""
+        """Shard each parameter over the ranks of a shard; an expert over the ranks among them that have it."""
         from lightning_hybrid.zero.ranks import shard_placement
 
         mesh, named = run.mesh, run.setting.module.named_parameters()
@@ -155,13 +155,15 @@ class Zero(Technique):
         from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
         from lightning_hybrid.zero.manual_step import ShardedStep
 
+        if not self.shardings:
+            return []
         named = dict(run.setting.module.named_parameters())
         full = [each for each in optimizers if combines_parameters(each) or not can_step_shards(each)]
-        for optimizer in optimizers if self.shardings else ():
+        for optimizer in optimizers:
             for sharding in self.shardings if optimizer not in full else ():  # of experts too, over other ranks
                 placements = {id(named[name]): placement for name, placement in sharding.placements.items()}
                 run.until_end.callback(ShardedStep(optimizer, sharding.group, placements).close)
-        return full if self.shardings else []
+        return full
 
     def gathers_per_layer(self, run: Any) -> bool:
         """Return whether layers are gathered one by one, in a run that is built or only planned."""

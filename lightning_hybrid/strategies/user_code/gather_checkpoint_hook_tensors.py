@@ -24,7 +24,7 @@ from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShard
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import SAVING
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
-from lightning_hybrid.strategies.user_code.hooks import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.hooks import is_of_user
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, OwnedShards)
@@ -65,7 +65,7 @@ class CheckpointHooks:
         if trainer.datamodule is not None:
             owners.append((trainer.datamodule, "state_dict"))
         hooks = [(user, name, getattr(user, name)) for user, name in owners]
-        hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(LIBRARY_PREFIXES)]
+        hooks = [one for one in hooks if is_of_user(one[2])]
         for user, name, original in hooks:
             watched = self._watched(user, name, original)
             yield user, name, self._wrap_hook(f"{type(user).__name__}.{name}", original, watched)

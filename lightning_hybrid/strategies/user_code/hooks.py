@@ -34,10 +34,15 @@ def old_gradients_are_read(trainer: pl.Trainer) -> bool:
     return _any_overrides(trainer, "on_before_zero_grad") or _any_overrides(trainer, "optimizer_zero_grad")
 
 
+def is_of_user(function: object) -> bool:
+    """Whether neither Lightning nor this package has written a function, or a class."""
+    return not (getattr(function, "__module__", None) or "").startswith(LIBRARY_PREFIXES)
+
+
 def overrides(user: Any, hook: str) -> bool:
     """Whether a module or callback of the user overrides a hook of Lightning, in its class or on the instance."""
     method = getattr(user, hook, None)
-    return method is not None and not (getattr(method, "__module__", None) or "").startswith(LIBRARY_PREFIXES)
+    return method is not None and is_of_user(method)
 
 
 def _any_overrides(trainer: pl.Trainer, hook: str) -> bool:
@@ -129,7 +134,7 @@ def read_in_later_hooks(
     original, where = optimizer.step, f"a hook on {type(optimizer).__name__}.step"
 
     def is_later(key: int, hook: Any) -> bool:
-        return key not in built_with and not str(getattr(hook, "__module__", "")).startswith(LIBRARY_PREFIXES)
+        return key not in built_with and is_of_user(hook)
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not is_sharded():

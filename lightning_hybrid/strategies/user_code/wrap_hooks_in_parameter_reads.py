@@ -17,7 +17,7 @@ from torch import nn
 from lightning_hybrid.patching import replaced, wraps
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import CheckpointHooks
-from lightning_hybrid.strategies.user_code.hooks import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.hooks import is_of_user
 
 _AROUND_STEP = "optimizer_step"
 _INSIDE_HOOK = "Lightning's own code, called by a hook"
@@ -72,8 +72,7 @@ def wrap_user_hooks(
         for name in _HOOKS:
             original = getattr(user, name, None)
             calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
-            of_lightning = (getattr(original, "__module__", None) or "").startswith(LIBRARY_PREFIXES)
-            if original is None or (of_lightning and not calls_user):
+            if original is None or not (is_of_user(original) or calls_user):
                 continue
             undo.enter_context(replaced(user, name, watch.watched(user, name, original), reason="hooks read in full"))
     for owner, name, function in CheckpointHooks(trainer, reads, is_sharded, watch.watched, copies).members():
