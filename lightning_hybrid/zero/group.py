@@ -88,9 +88,8 @@ class ParameterGroup:
         self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
-        self._accumulated: dict[
-            str, Tensor
-        ] = {}  # full gradients of earlier batches, to which hooks see the backward add
+        # Full gradients of earlier batches: hooks of the user see them with the present one added.
+        self._accumulated: dict[str, Tensor] = {}
         self._unused: dict[str, Tensor] = {}  # the same, of parameters that this rank has not gathered
         self.is_full = False
         self._is_pinned = False
