@@ -35,7 +35,7 @@ def compile_time(args: argparse.Namespace) -> None:
     """In this process, without the Trainer: what the strategy does to layers."""
     from torch._dynamo.utils import counters
 
-    from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
+    from lightning_hybrid.strategies.techniques.compile import CompiledUnits
 
     torch.set_num_threads(1)
     torch.compiler.config.force_disable_caches = True

@@ -19,7 +19,7 @@ from lightning_hybrid.parts.parameter_shard_placement import Replicated
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 

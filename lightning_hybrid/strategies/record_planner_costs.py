@@ -30,7 +30,7 @@ from lightning_hybrid.strategies.options.auto_sizes import frozen_names, paramet
 from lightning_hybrid.strategies.out_of_memory.double_microbatches import batch_norms_in_training
 from lightning_hybrid.strategies.plan_copies_on_two_ranks import CopiesOnTwoRanks
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
 
 _STAGES = 4  # an nn.Sequential with more parameters than one of so many stages can be shared among them

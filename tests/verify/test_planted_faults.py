@@ -148,7 +148,7 @@ def zeros_received(patch):
 
 
 def counted_twice_in_the_norm(patch):
-    from lightning_hybrid.strategies.run import connect_reducers_and_optimizers as set_up
+    from lightning_hybrid.strategies.run import optimization as set_up
 
     original = set_up.connect_gradients
 

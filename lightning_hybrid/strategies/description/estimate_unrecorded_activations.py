@@ -24,7 +24,7 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.user_code.hooks import current_hook, step_arguments

@@ -8,10 +8,10 @@ from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.stage_memory import memory_of_ranks, memory_of_stages
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run import Run
 
 if TYPE_CHECKING:
-    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+    from lightning_hybrid.strategies.run.partition import ModulePartition
 
 
 def connect_monitors(run: Run, partition: ModulePartition | None) -> None:

@@ -16,13 +16,13 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import Place, RankMemory
 from lightning_hybrid.schedule import Portals, simulate
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.text import counted, sized
 from lightning_hybrid.version import __version__
 
 if TYPE_CHECKING:
-    from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
+    from lightning_hybrid.strategies.run.partition import RecordedBatch
 
 _CUDA = (
     "CUDA: the tests of one GPU have passed; several GPUs, NCCL between ranks and several machines have not been"
@@ -53,7 +53,7 @@ def describe_batch(run: Run, batch: RecordedBatch | None, assignment: Assignment
         if count == 1:
             of = "of" if accumulated > 1 else "x"
             return f"batch: {size * replicas * accumulated} samples = {' x '.join(factors)} {of} {size}"
-        from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
+        from lightning_hybrid.strategies.run.partition import RecordedBatch
 
         batch = RecordedBatch(size, min(count, size))
     count = batch.num_microbatches

@@ -32,13 +32,13 @@ from lightning_hybrid.strategies.description.start_lines import (
     describe_offload_on_cpu,
     describe_parameters,
 )
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.slow_links.connect_slow_links import describe_slow_links
 from lightning_hybrid.text import columns, sized, spanned
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategies.description.recomputation_under_budget import ExpectedRecomputation
-    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+    from lightning_hybrid.strategies.run.partition import ModulePartition
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
@@ -114,7 +114,7 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     if run.fallback is not None:
         head.insert(1, run.fallback.line)
     if partition is not None and run.shards is not None and partition.tensor_planner is not None:
-        from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
+        from lightning_hybrid.strategies.techniques.tensor_plans import describe_tensor_plans
 
         details += describe_tensor_plans(run.shards.plans, partition.tensor_planner.summary).splitlines()
     if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
@@ -156,7 +156,7 @@ def describe_techniques(run: Run, recomputed: str = "") -> list[str]:
             f"loss: in chunks of positions, where it reads the logits of {' or '.join(run.chunked_loss.heads)}"
         )
     if run.recomputation is not None:
-        from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import describe_policies
+        from lightning_hybrid.strategies.techniques.recompute import describe_policies
 
         lines.append(describe_policies(run.recomputation.policies, setting.recompute, recomputed))
     if run.setting.saved_activations:

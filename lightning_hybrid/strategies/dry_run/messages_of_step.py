@@ -17,8 +17,8 @@ from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.schedule.linked_stages_and_messages import Portals
 from lightning_hybrid.schedule.program import Program, Receive, Send, lower
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.techniques.reducers import stage_of_gradient
 from lightning_hybrid.techniques.technique import Messages
 
 _BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # defaults of GradientReducer

@@ -10,8 +10,8 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy
-from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.partition import RecordedBatch
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 

@@ -13,7 +13,7 @@ from lightning_hybrid.layout import AXES, Coordinates, ParallelLayout
 from lightning_hybrid.mesh import FLATTENED, Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.strategies.plan_in_one_process import fake_ranks
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run import Run
 
 _EXPERT_AXES = ("ep", "ep_shard", "ep_outer", "ep_replicate")
 

@@ -17,9 +17,9 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.recompute.policies import Policy
 from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.techniques.expert_parallel import ExpertTensorRanks
-from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.techniques.experts import ExpertTensorRanks
+from lightning_hybrid.strategies.techniques.tensor import TensorPlanner
 from lightning_hybrid.techniques.technique import Messages, Operation
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective, CountedRanks

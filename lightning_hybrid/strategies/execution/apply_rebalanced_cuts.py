@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.run.setting import Setting
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts

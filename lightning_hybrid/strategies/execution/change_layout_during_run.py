@@ -26,9 +26,9 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import apply_pending_cuts, pending_cuts
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
-from lightning_hybrid.strategies.run.build_run import RunOwner
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.run.build import RunOwner
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.user_code.hooks import output_is_read, step_arguments
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.strategies.run.build_run import RunOwner
+from lightning_hybrid.strategies.run.build import RunOwner
 from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
 from lightning_hybrid.text import counted
 

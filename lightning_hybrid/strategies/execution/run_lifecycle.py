@@ -25,29 +25,29 @@ from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.log_reduction import drop_logger_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput_per_device import count_devices_in_throughput
 from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import guard_trials, searches_batch_size
-from lightning_hybrid.strategies.run.build_run import build_run
+from lightning_hybrid.strategies.run.build import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
-from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
+from lightning_hybrid.strategies.run.contexts import StepContexts
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.precision_loggers_and_world_around_steps import StepContexts
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.run.optimization import connect_optimizers
+from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.slow_links.connect_slow_links import (
     carry_slow_links,
     connect_slow_links,
     replicas_step_by_themselves,
 )
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
-from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_large_single_file
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
-from lightning_hybrid.strategies.techniques.check_sync_batchnorm_argument import synced_norms
+from lightning_hybrid.strategies.techniques.batch_norm import synced_norms
 from lightning_hybrid.strategies.techniques.order import check_techniques
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 
 if TYPE_CHECKING:
-    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+    from lightning_hybrid.strategies.run.partition import ModulePartition
 
 
 class RunLifecycle:

@@ -27,10 +27,10 @@ from lightning_hybrid.strategies.logs.log_reduction import (
     log_for_all,
     log_for_replica,
 )
-from lightning_hybrid.strategies.options.strategy_options import weigh_by_count
-from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.options.options import weigh_by_count
+from lightning_hybrid.strategies.run.build import RunOwner, running_layers
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.user_code.hooks import current_hook, old_gradients_are_read, output_is_read
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.errors import PrecisionError, QuantizedStatesError
 from lightning_hybrid.optimizers.trial import has_low_bit_states
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.options.options import Options
 
 
 def check_random_rounding(

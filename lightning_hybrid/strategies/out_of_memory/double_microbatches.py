@@ -21,7 +21,7 @@ from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
 from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import searches_batch_size
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.start.callbacks import why_ranks_cannot_stop_together
 
 

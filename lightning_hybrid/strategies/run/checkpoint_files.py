@@ -25,9 +25,9 @@ from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShard
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
-from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
+from lightning_hybrid.strategies.run.setting import needs_runner
 from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 

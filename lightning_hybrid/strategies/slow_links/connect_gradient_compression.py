@@ -14,13 +14,13 @@ from lightning_hybrid.gradient_compression.compressed_average import CompressedA
 from lightning_hybrid.gradient_compression.power_sgd import PowerSGD
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints import (
     ParameterStates,
     local_states,
     save_states,
 )
-from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
+from lightning_hybrid.strategies.techniques.reducers import Reducers
 
 
 def connect_gradient_compression(callback: GradientCompression, run: Run, reducers: Reducers) -> None:

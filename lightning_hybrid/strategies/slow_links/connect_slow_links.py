@@ -17,7 +17,7 @@ from lightning_hybrid.optimizers.trial import (
     combines_parameters,
 )
 from lightning_hybrid.precision.message_dtypes import message_dtypes
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
+from lightning_hybrid.strategies.run.run import Optimization, Run
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD

@@ -16,7 +16,7 @@ from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
 from lightning_hybrid.gradient_compression.method import all_reduce_bytes
 from lightning_hybrid.patching import around
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
+from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints import (
     ParameterStates,
     local_states,

@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 
 # Share of the memory free at the start of a step that gathered parameters may take.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.zero import Zero
 from lightning_hybrid.techniques.technique import Technique
 

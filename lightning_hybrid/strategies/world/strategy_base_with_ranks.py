@@ -38,7 +38,7 @@ from lightning_hybrid.strategies.options.auto_sizes import (
     needs_plan,
     plan_options,
 )
-from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 from lightning_hybrid.strategies.world.return_results_of_forked_ranks import ForkedRanksLauncher

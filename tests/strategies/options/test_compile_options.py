@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.strategies.options.strategy_options import compile_options
-from lightning_hybrid.strategies.techniques.compile_layers_with_torch import check_compiler
+from lightning_hybrid.strategies.options.options import compile_options
+from lightning_hybrid.strategies.techniques.compile import check_compiler
 
 
 @pytest.mark.parametrize(

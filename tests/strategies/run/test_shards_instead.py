@@ -9,7 +9,7 @@ from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, LayoutErro
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.step.standins.absent_arrays_and_lists import content_message
 from lightning_hybrid.step.standins.absent_numbers import branch_message
-from lightning_hybrid.strategies.run.precision_loggers_and_world_around_steps import _advise
+from lightning_hybrid.strategies.run.contexts import _advise
 from lightning_hybrid.strategies.state.layout_changes import Fallback
 
 REASONS = {

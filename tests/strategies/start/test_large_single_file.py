@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from harness.trainer_runs import ignore_warnings, trainer_of
 from lightning_hybrid.memory.free_memory import host_memory
-from lightning_hybrid.strategies.start import warn_of_large_single_file as warning
+from lightning_hybrid.strategies.start import file_size as warning
 from models.tiny import Tiny, loader
 
 PARAMETERS = 8 * (4 * 20 + 5)  # bytes of float64

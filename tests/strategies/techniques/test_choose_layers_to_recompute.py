@@ -16,7 +16,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from harness.fits import Run, assert_bitwise_equal, fit, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCheckpointing
-from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import describe_policies
+from lightning_hybrid.strategies.techniques.recompute import describe_policies
 from models.hand_written import Layers, mlp
 from models.hugging_face import GPT2Dropout
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
+from lightning_hybrid.strategies.techniques.fused_adam import fuse_steps
 
 OPTIMIZERS = {
     "Adam": (torch.optim.Adam, {"lr": 1}),

@@ -14,11 +14,11 @@ from torch import nn
 from harness.fits import Run, assert_parity, fit, reference_of, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.strategies.description import start_table as announcing
-from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import (
+from lightning_hybrid.strategies.techniques.tensor import plan_folder
+from lightning_hybrid.strategies.techniques.tensor_plans import (
     describe_tensor_plans,
     warn_across_nodes,
 )
-from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import plan_folder
 from lightning_hybrid.tensor.search.plan_cache import FILE_NAME
 from models.regression import FEATURES, Regression, regression_data
 

@@ -15,7 +15,8 @@ from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, Lo
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
-from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import (
+from lightning_hybrid.strategies.optimizer_steps.connected import ConnectedOptimizers
+from lightning_hybrid.strategies.optimizer_steps.full_steps import (
     connect_full_parameter_steps,
 )
 from lightning_hybrid.strategies.optimizer_steps.limits import (
@@ -23,17 +24,16 @@ from lightning_hybrid.strategies.optimizer_steps.limits import (
     check_random_rounding,
     check_reads_of_stages,
 )
-from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
-from lightning_hybrid.strategies.run.build_run import RunOwner
-from lightning_hybrid.strategies.run.connect_steps_in_backward import connect_steps_in_backward
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers, connect_gradients
-from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
+from lightning_hybrid.strategies.run.build import RunOwner
+from lightning_hybrid.strategies.run.in_backward import connect_steps_in_backward
+from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.techniques.adascale import (
     check_adascale,
     connect_adascale,
     has_adascale,
 )
-from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
+from lightning_hybrid.strategies.techniques.fused_adam import fuse_steps
+from lightning_hybrid.strategies.techniques.reducers import Reducers, connect_gradients
 from lightning_hybrid.strategies.user_code.hooks import (
     read_in_later_hooks,
     step_hooks,
@@ -158,7 +158,7 @@ def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
     """Let optimizers that need all elements of a parameter have them; return those."""
     module, is_full = run.setting.module, lambda: owner.state.is_full
     if run.setting.is_manual and run.gathered_shardings:
-        from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optimization import (
+        from lightning_hybrid.strategies.optimizer_steps.manual import (
             sum_norms_in_manual_steps,
         )
 
@@ -189,7 +189,7 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
     setting, undo = run.setting, run.until_end
     if setting.is_manual:
         from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
-        from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optimization import (
+        from lightning_hybrid.strategies.optimizer_steps.manual import (
             read_full_parameters_in_manual_steps,
         )
 
@@ -226,7 +226,7 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
     if not setting.options.offloaded:
         return []
     from lightning_hybrid.optimizers.layer_step import LayerwiseStep
-    from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
+    from lightning_hybrid.strategies.techniques.offload import offload_states, parameters_by_layer
 
     layers = parameters_by_layer(setting.module, run.plan)
     offload, device = setting.options.offloaded, setting.device

@@ -19,7 +19,7 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.strategies.logs.announce_long_phases import phase
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixed_samples
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.state.layout_changes import Fallback
@@ -29,8 +29,8 @@ from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 
 if TYPE_CHECKING:
     from lightning_hybrid.memory.recompute.layers import Recomputation
-    from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
-    from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner
+    from lightning_hybrid.strategies.techniques.experts import ExpertPlanner
+    from lightning_hybrid.strategies.techniques.tensor import TensorPlanner
     from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
@@ -212,8 +212,8 @@ class ModulePartition:
         self._set(metrics=metrics, plan=plan, runner=runner)
         self.tensor_planner = self.expert_planner = None
         if mesh.size("tp") * mesh.size("cp") > 1:
-            from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import warn_across_nodes
-            from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
+            from lightning_hybrid.strategies.techniques.tensor import TensorPlanner, plan_folder
+            from lightning_hybrid.strategies.techniques.tensor_plans import warn_across_nodes
 
             warn_across_nodes(setting.layout.tensor_parallel_size, world.num_processes, world.num_nodes)
             self.tensor_planner = TensorPlanner(
@@ -230,7 +230,7 @@ class ModulePartition:
         # Tensor ranks may hold shards instead.
         may_be_stacked = mesh.size("tp") > 1 and any(parameter.dim() > 2 for parameter in module.parameters())
         if setting.is_fitting and (setting.layout.expert_parallel_size > 1 or may_be_stacked):
-            from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
+            from lightning_hybrid.strategies.techniques.experts import ExpertPlanner
 
             if ExpertPlanner.is_needed(module, setting.layout):
                 self.expert_planner = ExpertPlanner(module, world.mesh, options, self._randomness, runner.guards)
@@ -270,7 +270,7 @@ class ModulePartition:
         )
 
     def _recomputation(self, recompute: Recompute, plan: StagePlan) -> Recomputation:
-        from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import (
+        from lightning_hybrid.strategies.techniques.recompute import (
             budgeted_layers,
             recompute_layers,
             recompute_plain_layers,

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from lightning_hybrid.errors import BackwardStepError
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.setting import Setting
+from lightning_hybrid.strategies.techniques.adascale import has_adascale
+from lightning_hybrid.strategies.techniques.reducers import Reducers
 from lightning_hybrid.strategies.user_code.hooks import overrides
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def connect_steps_in_backward(
         return None
     from lightning_hybrid.optimizers.in_backward import InPlaceSubsetStep, StepsInBackward
     from lightning_hybrid.optimizers.layer_step import LayerwiseStep
-    from lightning_hybrid.strategies.techniques.offload_optimizer_states import parameters_by_layer
+    from lightning_hybrid.strategies.techniques.offload import parameters_by_layer
 
     check_setting(setting)
     if any(reducer.observer is not None for reducer in reducers.values()) or has_adascale(setting.trainer):

@@ -18,7 +18,7 @@ from lightning_hybrid.optimizers.trial import why_not_layerwise
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
+from lightning_hybrid.strategies.techniques.fused_adam import fuse_steps
 from lightning_hybrid.zero.storage import StorageDevices
 
 

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
 
 if TYPE_CHECKING:

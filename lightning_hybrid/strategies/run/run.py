@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
     from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
     from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
-    from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
-    from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+    from lightning_hybrid.strategies.optimizer_steps.connected import ConnectedOptimizers
+    from lightning_hybrid.strategies.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback
-    from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-    from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
+    from lightning_hybrid.strategies.techniques.compile import CompiledUnits
+    from lightning_hybrid.strategies.techniques.reducers import Reducers
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 

@@ -17,7 +17,7 @@ from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreem
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import sum_norms_over_shards
+from lightning_hybrid.strategies.optimizer_steps.full_steps import sum_norms_over_shards
 from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import (
     adopt_states,
     watch_step,

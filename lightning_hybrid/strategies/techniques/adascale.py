@@ -8,7 +8,7 @@ from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
-from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
+from lightning_hybrid.strategies.techniques.reducers import Reducers
 from lightning_hybrid.techniques.technique import Active
 
 

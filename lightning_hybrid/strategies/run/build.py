@@ -18,17 +18,17 @@ from torch import nn
 
 from lightning_hybrid.parts.gradient_hooks import on_full_gradient
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.strategies.options.strategy_options import compile_options
+from lightning_hybrid.strategies.options.options import compile_options
+from lightning_hybrid.strategies.run.budget import profile_for_budget
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.profile_batches_for_budget import profile_for_budget
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import FullAtTrainEnd, around_validation
 
 if TYPE_CHECKING:
     from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+    from lightning_hybrid.strategies.run.partition import ModulePartition
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 
 
@@ -85,7 +85,7 @@ def build_run(
     partition: ModulePartition | None = None
     with _closed_on_error(run):
         if setting.needs_runner:
-            from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+            from lightning_hybrid.strategies.run.partition import ModulePartition
 
             partition = ModulePartition(run, randomness, may_retry=may_retry)
             run = _drop_other_stages(partition.decide(arguments, refusal), owner)
@@ -113,7 +113,7 @@ def recompute_without_runner(run: Run) -> Run:
     setting = run.setting
     if setting.recompute is None:
         return run
-    from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import (
+    from lightning_hybrid.strategies.techniques.recompute import (
         budgeted_layers,
         recompute_plain_layers,
     )
@@ -130,7 +130,7 @@ def _store_activations(run: Run, partition: ModulePartition | None, randomness: 
     setting = run.setting
     if not setting.saved_activations or not setting.is_fitting:
         return run
-    from lightning_hybrid.strategies.run.store_saved_activations import microbatch_key, store_activations
+    from lightning_hybrid.strategies.techniques.activations import microbatch_key, store_activations
 
     batch = None if partition is None else partition.batch
     activations = store_activations(
@@ -281,7 +281,7 @@ def compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
     if options is None:
         return run
     from lightning_hybrid.step.recording.choose_units import choose_units
-    from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits, share_compile_processes
+    from lightning_hybrid.strategies.techniques.compile import CompiledUnits, share_compile_processes
 
     module, has_runner = setting.module, run.runner is not None
     synced = setting.norms is not None
