@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
-from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
+from lightning_hybrid.strategies.world.callbacks import RunCallback
 
 if TYPE_CHECKING:
     from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport

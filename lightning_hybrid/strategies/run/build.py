@@ -23,7 +23,7 @@ from lightning_hybrid.strategies.run.budget import profile_for_budget
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
-from lightning_hybrid.strategies.world.callbacks_added_by_strategy import FullAtTrainEnd, around_validation
+from lightning_hybrid.strategies.world.callbacks import FullAtTrainEnd, around_validation
 
 if TYPE_CHECKING:
     from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
