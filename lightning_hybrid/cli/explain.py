@@ -89,7 +89,7 @@ def explain(
         on_phase: Receives the name of each phase as it begins.
     """
     from lightning_hybrid.strategies.plan_in_one_process import make_plan
-    from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
+    from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
+from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.evaluation_trials import EvaluationTrials
 from lightning_hybrid.pipeline.join_results import join_results

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
-from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
-from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
+from lightning_hybrid.collectives.agreement import NumberExchange, digest
+from lightning_hybrid.collectives.tensors import broadcast_buffer
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement, Meet
 from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards

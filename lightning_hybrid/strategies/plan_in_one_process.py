@@ -34,15 +34,15 @@ from lightning_hybrid.strategies.description.stage_memory import (
 from lightning_hybrid.strategies.description.start_table import describe_run, describe_techniques
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
-from lightning_hybrid.strategies.logs.announce_long_phases import phase, phases_reported_to
+from lightning_hybrid.strategies.logs.phases import phase, phases_reported_to
 from lightning_hybrid.strategies.run.build import decide_without_runner
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.partition import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
+from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
+from lightning_hybrid.verify.records.record import describe_failure
 
 
 class FirstOfManyRanks(LightningEnvironment):

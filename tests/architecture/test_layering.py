@@ -20,7 +20,7 @@ FLOORS = [
     {"shared_memory", "patching", "optim", "host_copies"},
     {"mesh", "step", "step/objects"},
     {"randomness", "step/standins"},
-    {"collectives", "equivalence", "gradient_compression", "step/deferred_init", "step/module_state"},
+    {"collectives", "equivalence", "slow_links", "step/deferred_init", "step/module_state"},
     {"parts", "step/tracing"},
     {"step/batch"},
     {"equivalence/narrow", "step/batch_means", "step/instrument", "step/guards"},

@@ -33,7 +33,7 @@ from lightning_hybrid.strategies.description.start_lines import (
     describe_parameters,
 )
 from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.slow_links.connect_slow_links import describe_slow_links
+from lightning_hybrid.strategies.slow_links.connect import describe_slow_links
 from lightning_hybrid.text import columns, sized, spanned
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
+from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import RankOutOfMemory
 from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
@@ -20,7 +20,7 @@ from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
-from lightning_hybrid.strategies.logs.log_reduction import (
+from lightning_hybrid.strategies.logs.reduction import (
     begin_logs,
     drop_logger_calls,
     flush_logger_calls,
@@ -95,7 +95,7 @@ class StepExecution:
 
     def _scheduled_step(self, args: Sequence[Any], runner: MicrobatchRunner, run_step: RunStep) -> Any:
         from lightning_hybrid.pipeline.step_runner_interface_and_results import TrainContext
-        from lightning_hybrid.strategies.slow_links.connect_gradient_compression import keep_feedback
+        from lightning_hybrid.strategies.slow_links.compression import keep_feedback
 
         setting, trainer = self._setting, self._setting.trainer
         accumulated = trainer.accumulate_grad_batches

@@ -17,7 +17,7 @@ from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrS
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.techniques.order import techniques_of
-from lightning_hybrid.strategies.world.callbacks_added_by_strategy import FullAtTrainEnd, around_validation
+from lightning_hybrid.strategies.world.callbacks import FullAtTrainEnd, around_validation
 from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Active
 

@@ -36,7 +36,7 @@ from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
     missing_parameters,
     refuse_partial_state,
 )
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.text import sized
 
 

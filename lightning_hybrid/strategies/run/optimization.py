@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
-from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.optimizer_steps.connected import ConnectedOptimizers
 from lightning_hybrid.strategies.optimizer_steps.full_steps import (
     connect_full_parameter_steps,
@@ -39,7 +39,7 @@ from lightning_hybrid.strategies.user_code.hooks import (
     step_hooks,
     without_later_hooks,
 )
-from lightning_hybrid.strategies.world.callbacks_added_by_strategy import around_validation
+from lightning_hybrid.strategies.world.callbacks import around_validation
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.offloaded import OffloadedStates

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
     from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
     from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-    from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+    from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
     from lightning_hybrid.strategies.optimizer_steps.connected import ConnectedOptimizers
     from lightning_hybrid.strategies.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback

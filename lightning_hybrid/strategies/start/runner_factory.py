@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.step_runner_interface_and_results import Microbat
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.options import Options
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.ranks import RankWorld
 
 # Share of the memory free at the start of a step that gathered parameters may take.
 _FREE_MEMORY_SHARE = 0.25

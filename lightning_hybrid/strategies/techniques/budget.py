@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
+from lightning_hybrid.strategies.world.callbacks import RunCallback
 
 if TYPE_CHECKING:
     from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport

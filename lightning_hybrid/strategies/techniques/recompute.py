@@ -23,7 +23,7 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.budget import BudgetProfile
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.techniques.technique import Active, Technique
 
 

@@ -19,7 +19,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers, lines_of_layers
-from lightning_hybrid.strategies.logs.announce_long_phases import phase
+from lightning_hybrid.strategies.logs.phases import phase
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.tensor_plans import (
     check_is_sharded,

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.wait_for_arrivals import all_arrive, arrive
+from lightning_hybrid.collectives.arrivals import all_arrive, arrive
 from lightning_hybrid.errors import CannotShard, StepError
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replace, replaced
