@@ -36,6 +36,7 @@ from lightning_hybrid.strategies.run.setting import needs_runner
 from lightning_hybrid.strategies.run.strategy_base_with_checkpoints import CheckpointedStrategy
 from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
+from lightning_hybrid.techniques.technique import Technique
 
 check_private_names()
 _SHORT = reprlib.Repr()
@@ -102,6 +103,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             (``tp_plan`` of transformers) or are searched, and all is proved.
         compile: "units" or True runs each layer through ``torch.compile``; a mapping does too, with its options
             (``backend``, ``mode``, ``dynamic``, ``fullgraph``, ``options``).
+        techniques: Your own, each a `lightning_hybrid.techniques.Technique`, from the outermost around a layer to the
+            innermost.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
         save_distributed_checkpoint: Checkpoints are folders in which every rank writes its own bytes; one ordinary
             file, written by the first rank, if False. Either is loaded under any layout.
@@ -161,6 +164,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
         compile: Literal["units"] | bool | dict[str, Any] | None = None,
+        techniques: Sequence[Technique] = (),
         example_batch: Any = None,
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,
