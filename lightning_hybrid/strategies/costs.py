@@ -24,7 +24,6 @@ from lightning_hybrid.parts.parameter_shard_placement import Replicated
 from lightning_hybrid.predict.costs.layers import ExpertSet, ModelCosts
 from lightning_hybrid.predict.costs.module import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.predict.layout import NumberFormat, number_format_of
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.step.objects.repeated_layers import find_layers
@@ -36,6 +35,7 @@ from lightning_hybrid.strategies.out_of_memory.double_microbatches import batch_
 from lightning_hybrid.strategies.planning import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
+from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 
@@ -69,20 +69,18 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
         self.experts: Mapping[str, Sequence[ExpertSet]] = {}
         self.heads = AttentionHeads()
 
-    def _record(self, run: Run, randomness: KeyedRandomness) -> Assignment | None:
+    def _record(self, run: Run) -> Assignment | None:
         """Record the step, and again where members of lists turn out to be experts: these are inside of layers."""
         module = run.setting.module
         costs = ExpertCosts(module)
-        recorded = self._record_layers(run, randomness, costs)
+        recorded = self._record_layers(run, costs)
         lists = _lists_with_routed_rows(module, None if recorded is None else recorded.graph)
         if lists and not self.experts:
-            again = self._record_layers(run, randomness, costs, lists)
+            again = self._record_layers(run, costs, lists)
             recorded = again if self.experts or recorded is None else recorded
         return recorded
 
-    def _record_layers(
-        self, run: Run, randomness: KeyedRandomness, costs: ExpertCosts, lists: Collection[nn.Module] = ()
-    ) -> Assignment | None:
+    def _record_layers(self, run: Run, costs: ExpertCosts, lists: Collection[nn.Module] = ()) -> Assignment | None:
         units: dict[str, nn.Module] = {}
 
         @contextlib.contextmanager
@@ -94,7 +92,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
 
         layers, self.part_of = _layers(run.setting.module, lists)
         with self.heads:
-            recorded = record_in_one_stage(run, randomness, layers, self.failures, watching)
+            recorded = record_in_one_stage(run, run.randomness, layers, self.failures, watching)
         self.experts = costs.sets(units)
         return recorded
 
@@ -242,7 +240,8 @@ class CopiesOnTwoRanks:
         plan = self._plan(tensor_parallel_size=2, num_microbatches=1)
         if plan is None or plan.partition is None:
             return None
-        planner, shards = plan.partition.tensor_planner, plan.partition.run.shards
+        run = plan.partition.run
+        planner, shards = run.technique(TensorParallel), run.shards
         if shards is None and (planner is None or not planner.planned_calls.arguments):
             return None  # no call of a layer was recorded
         plans = {} if shards is None else shards.plans
@@ -270,7 +269,7 @@ class _PlanWithoutMemory(MetaPlanningStrategy):
 
     _find_tensor_plan = staticmethod(partial(plan_unit, at_full_width=False))
 
-    def _record(self, run: Run, randomness: KeyedRandomness) -> None:
+    def _record(self, run: Run) -> None:
         pass
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:

@@ -30,9 +30,10 @@ from lightning_hybrid.strategies.dry_run.tensor import TensorUnits
 from lightning_hybrid.strategies.dry_run.world import run_of_rank
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.planning import MetaPlanningStrategy, make_plan
-from lightning_hybrid.strategies.run.partition import RecordedBatch
-from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.run import RecordedBatch, Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
+from lightning_hybrid.strategies.techniques.experts import ExpertParallel
+from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED, plan_unit
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
@@ -85,8 +86,7 @@ def dry_run(
     if content["refused"] is not None:
         return content
     on_phase("building the program of the pipeline")
-    plans = {} if run.shards is None else run.shards.plans
-    content["tensor_plans"] = {fqn: plan.lines() for fqn, plan in plans.items()}
+    content["tensor_plans"] = {fqn: plan.lines() for fqn, plan in run.plans.items()}
     described = _Described(strategy, run, layout.world_size // num_nodes, with_shapes=with_shapes)
     ranks = choose_ranks(layout)
     for number, rank in enumerate(ranks):
@@ -105,11 +105,8 @@ class _Described:
         self._memories: dict[tuple[int, ...], list[RankMemory]] = {}
         self._with_shapes, self._count = with_shapes, strategy.num_microbatches
         self._program: Program | None = program_of(run, self._count)
-        partition = strategy.partition
-        experts = None if partition is None else partition.expert_planner
-        planner = None if partition is None else partition.tensor_planner
-        self._units = TensorUnits(run, planner, {} if experts is None else experts.widths)
-        self._layer_reads = () if partition is None else partition.layer_reads.names
+        experts = run.technique(ExpertParallel)
+        self._units = TensorUnits(run, run.technique(TensorParallel), {} if experts is None else experts.widths)
         plan = run.plan
         is_recorded = run.is_pipelined and plan is not None and plan.first is not None
         self._assignment = plan.first.assignment if is_recorded else strategy.recorded  # type: ignore[union-attr]
@@ -120,7 +117,7 @@ class _Described:
         mesh: Any = run.mesh
         stages = [0] if run.plan is None or not run.is_pipelined else list(run.plan.stages)
         memory = self._memory(run, stages)
-        messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count, self._layer_reads)]
+        messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count)]
         messages += self._units.messages(self._assignment, set(stages), self._count, _place(run))
         sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "offloaded"}
         buffers = buffers_of_messages(run, self._program)
@@ -161,9 +158,8 @@ class _Described:
         """Estimate the memory of each pipeline rank, with the activations of its tensor shards."""
         of_stages = memory_of_stages(run, self._strategy.optimizers, self._count)
         if self._assignment is not None:
-            policies = {} if run.recomputation is None else run.recomputation.policies
             local = self._units.with_local_activations(self._assignment, _place(run))
-            saved = activation_bytes(local, policies)
+            saved = activation_bytes(local, run.policies)
             counts = [1] if self._program is None else in_flight_at_peak(self._program.schedule, saved)
             of_stages = [
                 dataclasses.replace(stage, activations=each * count)
@@ -187,7 +183,7 @@ class _Described:
     def notes(self) -> list[str]:
         """Return what the figures leave out."""
         layout, found = self._run.setting.layout, []
-        plans = {} if self._run.shards is None else self._run.shards.plans
+        plans = self._run.plans
         unsearched = [
             f for f, plan in plans.items() if any(NOT_SEARCHED in r for r in plan.replicated_reasons.values())
         ]
@@ -252,10 +248,11 @@ class DryRunStrategy(MetaPlanningStrategy):
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         partition = self.partition
-        if run.is_pipelined and partition is not None and partition.batch is not None:
-            partition.batch = RecordedBatch(self.samples, self.num_microbatches)
-        elif partition is not None and partition.batch is not None:
-            self.samples, self.num_microbatches = partition.batch.samples, partition.batch.num_microbatches
+        if run.is_pipelined and partition is not None and run.batch is not None:
+            run = dataclasses.replace(run, batch=RecordedBatch(self.samples, self.num_microbatches))
+            partition.run = run
+        elif run.batch is not None:
+            self.samples, self.num_microbatches = run.batch.samples, run.batch.num_microbatches
         elif run.setting.is_fitting:
             batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
             self.samples = batch_size_of(batch)
