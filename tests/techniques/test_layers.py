@@ -43,15 +43,15 @@ class ByHand(Layers):
 
 
 LAYOUTS = {
+    "pp2 x dp2": {"pp": 2, "dp": 2},
     "one process": {},
     "dp2": {"dp": 2},
-    "pp2 x dp2": {"pp": 2, "dp": 2},
     "zero1": {"dp": 2, "strategy": {"zero_stage": 1}},
-    "zero3": {"dp": 2, "strategy": {"zero_stage": 3, "reshard_after_forward": True}},
     "tp2": {"tp": 2},
     "recompute": {"pp": 2, "strategy": {"recompute": "full"}},
     "compiled": {"strategy": {"compile": {"backend": "eager"}}},
     "offload": {"dp": 2, "strategy": {"zero_stage": 2, "offload": "cpu"}},
+    "zero3": {"dp": 2, "strategy": {"zero_stage": 3, "reshard_after_forward": True}},
 }
 
 
