@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.parts.parameter_shard_placement import Replicated
+from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
