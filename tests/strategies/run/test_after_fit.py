@@ -13,6 +13,7 @@ from transformers import BertConfig, BertModel
 
 from harness.layouts import under_sizes
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.strategies.run import module_state
 from lightning_hybrid.strategies.run.module_state import Place, place_for
 from models.regression import FEATURES, Regressor, mlp, regression_data
 
