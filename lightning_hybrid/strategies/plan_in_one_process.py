@@ -43,7 +43,7 @@ from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.verify.records.record import describe_failure
+from lightning_hybrid.verify.record import describe_failure
 
 
 class FirstOfManyRanks(LightningEnvironment):

@@ -37,8 +37,6 @@ FLOORS = [
     {"tensor/requests"},
     {"tensor/search"},
     {"tensor/shapes_only"},
-    {"verify/records"},
-    {"verify/one_process"},
     {"pipeline/runtime", "pipeline/results"},
     {"pipeline/loss_weights", "pipeline/side_effects"},
     {"pipeline"},
@@ -188,7 +186,7 @@ def test_verification_knows_no_runner():
     graph = import_graph()
     rooms = {module: imported for module, imported in graph.items() if module[:1] == ("verify",)}
     known = set().union(*rooms.values())
-    oracle = {module for module in rooms if module[1:2] in (("one_process",), ("records",))}
+    oracle = {module for module in rooms if module[1:2] in (("plain",), ("pieces",), ("first_step",), ("compare",))}
     while more := {other for module in oracle for other in graph[module]} - oracle:
         oracle |= more
     assert oracle and not [module for module in known | oracle if module[0] in ("pipeline", "strategies")]

@@ -24,10 +24,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from harness.verification import call_quietly
 from lightning_hybrid.step.batch.split_batch_into_microbatches import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
+from lightning_hybrid.verify.compare import compare
 from lightning_hybrid.verify.experiment import LayoutConnection, run_layout
-from lightning_hybrid.verify.records.compare import compare
-from lightning_hybrid.verify.records.noise import perturb, perturbation
-from lightning_hybrid.verify.records.record import RunRecord
+from lightning_hybrid.verify.record import RunRecord, perturb, perturbation
 
 PARITY, DRAWS, DEMOTED = "parity", "parity up to random draws", "demoted with parity"
 REFUSED, FAILED, DIFFERENT = "refused", "failed", "different"

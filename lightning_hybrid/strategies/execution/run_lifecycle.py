@@ -79,9 +79,9 @@ class RunLifecycle:
         evaluated: Iterator[int],
     ) -> None:
         check_is_full(module)
-        silence_sync_dist_advice()
         is_fitting = trainer.state.fn == "fit"
         world, precision = strategy.world, strategy.precision_plugin
+        world.until_end.callback(silence_sync_dist_advice())
         options = with_cuts_of_checkpoint(trainer, strategy.options, world.layout)
         if (float8 := getattr(precision, "float8", None)) is not None:
             float8.check_layout(world.layout)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from lightning_hybrid.collectives.arrivals import pauses
 from lightning_hybrid.collectives.forbidden import collectives_forbidden
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import around, reduced_as, replace
+from lightning_hybrid.patching import around, ignore_warnings, reduced_as, replace, switch_class
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
@@ -40,11 +40,11 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bo
     """
     if mesh.size("data") == 1:
         return lambda: None
-    # Lightning's advice to evaluate on one device is about samples that are repeated.
-    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
     connector = trainer._data_connector
     undo = contextlib.ExitStack()
-    undo.callback(around(connector, "_resolve_sampler", _replica_sampler, reason=_REASON))
+    # Lightning's advice to evaluate on one device is about samples that are repeated.
+    undo.callback(ignore_warnings("Using `DistributedSampler` with the dataloaders.*", reason=_REASON))
+    undo.callback(around(connector, "_resolve_sampler", partial(_replica_sampler, undo), reason=_REASON))
     arrivals = _LoaderProgress(mesh, is_over)
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         joint = _LoopResults(trainer, loop, mesh, arrivals)
@@ -96,7 +96,9 @@ class _UserBatchSampler(BatchSampler):
     __reduce_ex__ = reduced_as(BatchSampler)
 
 
-def _replica_sampler(resolve: Callable[..., Any], dataloader: DataLoader[Any], *args: Any, **kw: Any) -> Any:
+def _replica_sampler(
+    undo: contextlib.ExitStack, resolve: Callable[..., Any], dataloader: DataLoader[Any], *args: Any, **kw: Any
+) -> Any:
     """Lightning's sampler, which in validation and test repeats no sample to make the replicas even.
 
     Raises:
@@ -105,7 +107,7 @@ def _replica_sampler(resolve: Callable[..., Any], dataloader: DataLoader[Any], *
     sampler = resolve(dataloader, *args, **kw)
     mode = kw.get("mode")
     if dataloader.batch_size is None and type(dataloader.batch_sampler) is BatchSampler:
-        dataloader.batch_sampler.__class__ = _UserBatchSampler
+        undo.callback(switch_class(dataloader.batch_sampler, _UserBatchSampler, reason="the user built it"))
     if sampler is dataloader.sampler or not isinstance(sampler, DistributedSampler) or mode not in _EVALUATION:
         return sampler
     samples: int = len(sampler.dataset)  # type: ignore[arg-type]
