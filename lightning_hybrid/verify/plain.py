@@ -63,26 +63,26 @@ class PlainRun:
             setattr(strategy, name, partial(self._logged_step, name))
         return strategy
 
-    def _logged_step(self, name: str, batch: Any, *rest: Any) -> Any:
+    def _logged_step(self, step: str, batch: Any, *rest: Any) -> Any:
         """Run a step, and record the names of the plain numbers that it logs."""
 
-        def log(original: Any, key: str, value: Any, *others: Any, **kwargs: Any) -> Any:
+        def log(original: Any, name: str, value: Any, *others: Any, **kwargs: Any) -> Any:
             if not isinstance(value, Metric):
-                self._numbers.add(key)
-            return original(key, value, *others, **kwargs)
+                self._numbers.add(name)
+            return original(name, value, *others, **kwargs)
 
         undo = around(self._module, "log", log, reason="the reference")
         try:
-            loader = None if name == "training_step" else rest[1] if len(rest) > 1 else 0
-            batches = self._batches(name, batch, loader)
-            pieces, number = self._pieces.of(name, batches, self._number), self._number
+            loader = None if step == "training_step" else rest[1] if len(rest) > 1 else 0
+            batches = self._batches(step, batch, loader)
+            pieces, number = self._pieces.of(step, batches, self._number), self._number
             if loader is None:
                 samples = max((batch_size_of(piece.batch) or 0 for piece in pieces), default=0)
                 self._shape = max(self._shape, (len(batches), len(pieces) // len(batches), samples))
             else:
                 self._evaluated += 1
                 number = -1 - self._evaluated
-            return self._step(name, batches, pieces, number, batch, *rest)
+            return self._step(step, batches, pieces, number, batch, *rest)
         finally:
             undo()
 

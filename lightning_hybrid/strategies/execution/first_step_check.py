@@ -132,12 +132,12 @@ class FirstStepCheck:
                     failure = f"{type(error).__name__}: {error}"
         failure, gave_loss = world.broadcast((failure, gave_loss))
         if failure:
-            error = FirstStepError(
+            refusal = FirstStepError(
                 f"verify_first_step=True: the first step does not run in one process: {failure}. No parameter has"
                 " changed; set verify_first_step=False to train without this check",
                 entry="first-step-fails",
             )
-            raise printed_once(error, self._owner.setting.world.mesh.rank)
+            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
         return bool(gave_loss)
 
     @contextlib.contextmanager
@@ -177,12 +177,12 @@ class FirstStepCheck:
         if too_large and not missing:
             rank_zero_info(f"the first step is verified one microbatch after the other: {too_large}")
         if missing:
-            error = FirstStepError(
+            refusal = FirstStepError(
                 f"{missing}. No parameter has changed. Verify a smaller model of the same code (fewer layers, a smaller"
                 " batch), or set verify_first_step=False",
                 entry="first-step-memory",
             )
-            raise printed_once(error, self._owner.setting.world.mesh.rank)
+            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
         from lightning_hybrid.verify.first_step import ReplicaInput
@@ -271,12 +271,12 @@ class FirstStepCheck:
             verdict = of_microbatches if of_microbatches.first is None else verdict
         self._losses = self._reference = None
         if verdict.first is not None:
-            error = FirstStepError(
+            refusal = FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
                 " layouts with one process; verify_first_step=False trains without this check",
                 entry="first-step-differs",
             )
-            raise printed_once(error, self._owner.setting.world.mesh.rank)
+            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
         rank_zero_info(describe_verdict(verdict, self._precision))
         if reference is not None and reference.mixing is not None:
             self._warn_of_mixing(reference.mixing)
