@@ -72,7 +72,7 @@ class GradientReducer:
         dtype: of the messages, in which gradients are summed; that of the parameters if None.
 
     Attributes:
-        compression: how a bucket is averaged; all-reduced as it is if None.
+        average: how a bucket is averaged; all-reduced as it is if None.
         is_local: whether gradients stay those of this rank: `arm` and `finish` do nothing.
         unaveraged: FQNs of parameters that got a gradient since the latest average, by their ids.
     """
@@ -101,7 +101,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self.observer = observer
-        self.compression: CompressedAverage | None = None
+        self.average: CompressedAverage | None = None
         self.is_local = False
         self.unaveraged: dict[int, str] = {}
         # Called with parameters whose averages have arrived, also in the backward; it may free their gradients.
@@ -127,6 +127,14 @@ class GradientReducer:
     def messages(self) -> list[Tensor]:
         """The flat tensors that are sent, one for each bucket; they are kept from the first batch on."""
         return [bucket.flat for bucket in self._buckets]
+
+    def compress(self, average: CompressedAverage) -> None:
+        """Sends messages in compressed form from now on."""
+        self.average = average
+
+    def step_alone(self, is_local: bool) -> None:
+        """Leaves gradients as those of this rank, or averages them, from now on."""
+        self.is_local = is_local
 
     def arm(self) -> None:
         """Announces that the gradients accumulated by the next backward are final.
@@ -246,12 +254,12 @@ class GradientReducer:
         if self.observer is not None:
             self.observer.before_average(bucket.parameters)
         bucket.fill(self._size, self._has_unbucketed)
-        if self.compression is None:
+        if self.average is None:
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         else:
             names = [self._names[index] for index in bucket.indices]
-            bucket.work = self.compression.launch(names, bucket.views, bucket.flags)
-        if self.on_averages is not None and self.compression is None:
+            bucket.work = self.average.launch(names, bucket.views, bucket.flags)
+        if self.on_averages is not None and self.average is None:
             for earlier in self._buckets[: self._next - 1]:  # what has arrived; waiting for more could wait for ever
                 if isinstance(earlier.work, dist.Work) and earlier.work.is_completed():
                     self._receive(earlier)
@@ -431,14 +439,19 @@ class JointReducer:
             reducer.observer = observer
 
     @property
-    def is_local(self) -> bool:
-        """Whether gradients stay those of this rank."""
-        return self._reducers[0].is_local
+    def average(self) -> CompressedAverage | None:
+        """How buckets are averaged."""
+        return self._reducers[0].average
 
-    @is_local.setter
-    def is_local(self, is_local: bool) -> None:
+    def compress(self, average: CompressedAverage) -> None:
+        """Sends messages in compressed form from now on."""
         for reducer in self._reducers:
-            reducer.is_local = is_local
+            reducer.compress(average)
+
+    def step_alone(self, is_local: bool) -> None:
+        """Leaves gradients as those of this rank, or averages them, from now on."""
+        for reducer in self._reducers:
+            reducer.step_alone(is_local)
 
     @property
     def unaveraged(self) -> dict[int, str]:

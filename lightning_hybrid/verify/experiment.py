@@ -112,7 +112,7 @@ def namespace_of(module: Any) -> ModuleType:
 def run_once(
     experiment: Experiment, connection: Connection, *, perturbation: float = 0.0, only_first_step: bool = False
 ) -> RunRecord:
-    """Run an experiment once on this rank.
+    """Run an experiment once on this rank; a rank that fails while others still run raises its error.
 
     Args:
         experiment: The run.
@@ -122,25 +122,32 @@ def run_once(
 
     Returns:
         The record of this rank; a failure is recorded there, and not raised.
+
+    Raises:
+        RuntimeError: This rank failed and others still run.
     """
+    # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        return run_in_folder(folder, experiment, connection, perturbation, only_first_step)
+        observed = _run(folder, experiment, connection, perturbation, only_first_step)
+        if connection.devices > 1 and not _all_ended(connection.devices) and observed.failure is not None:
+            raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
+    return observed
 
 
-def run_in_folder(
-    folder: str,
-    experiment: Experiment,
-    connection: Connection,
-    perturbation: float = 0.0,
-    only_first_step: bool = False,
+def run_layout(experiment: Experiment, layout: Layout) -> RunRecord:
+    """Run an experiment on one rank of a layout, as `run_once`."""
+    return run_once(experiment, LayoutConnection(layout, experiment.num_microbatches))
+
+
+def _run(
+    folder: str, experiment: Experiment, connection: Connection, perturbation: float, only_first_step: bool
 ) -> RunRecord:
     """Run as `run_once`, with ``folder`` as the Trainer's root."""
     _seed(experiment.seed)
     recorder: Any = None
     fitted = False
     try:
-        module = experiment.make_module()
-        data = None if experiment.make_data is None else experiment.make_data()
+        module, data = _made(experiment)
         pl = namespace_of(module)
         recorder = recorder_of(pl, perturbation)
         with warnings.catch_warnings():
@@ -148,16 +155,17 @@ def run_in_folder(
                 warnings.simplefilter("ignore")  # warnings to the user are given once, under the layout
             arguments = _arguments(experiment, folder, only_first_step)
             arguments["callbacks"] = [*arguments.get("callbacks", ()), recorder]
-            trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
-            connection.connect(trainer, module)
+            trainer = _trainer(pl, connection, module, arguments)
             trainer.fit(module, **fit_arguments(pl, data))
             observed: RunRecord = recorder.finish(trainer, module)
-            if not only_first_step:
-                fitted = True
-                saved = _save(folder, trainer, module, observed) if experiment.resume else ""
-                _test_and_predict(pl, trainer, module, data, recorder)
+            if only_first_step:
+                connection.finish(observed)
+                return observed
+            fitted = True
+            saved = _save(folder, trainer, module, observed) if experiment.resume else ""
+            _test_and_predict(pl, trainer, module, data, recorder)
             connection.finish(observed)
-            if not only_first_step and saved:
+            if saved:
                 arguments["max_epochs"] = trainer.current_epoch + 1
                 _resume(experiment, connection, arguments, saved, observed)
         return observed
@@ -168,24 +176,15 @@ def run_in_folder(
         return observed
 
 
-def run_layout(experiment: Experiment, layout: Layout, connection: LayoutConnection | None = None) -> RunRecord:
-    """Run an experiment on one rank of a layout; a rank that fails while others still run raises its error.
+def _made(experiment: Experiment) -> tuple[Any, Any]:
+    """The module, and the data; None if the module defines its loaders."""
+    return experiment.make_module(), None if experiment.make_data is None else experiment.make_data()
 
-    Args:
-        experiment: The run.
-        layout: The layout to run under.
-        connection: Makes the strategy; a `LayoutConnection` by default.
 
-    Raises:
-        RuntimeError: This rank failed and others still run.
-    """
-    connection = connection or LayoutConnection(layout, experiment.num_microbatches)
-    # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
-    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        observed = run_in_folder(folder, experiment, connection)
-        if layout.devices > 1 and not _all_ended(layout.devices) and observed.failure is not None:
-            raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
-    return observed
+def _trainer(pl: ModuleType, connection: Connection, module: Any, arguments: dict[str, Any]) -> Any:
+    trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
+    connection.connect(trainer, module)
+    return trainer
 
 
 def _all_ended(world_size: int) -> bool:
@@ -225,8 +224,7 @@ def _resume(
 ) -> None:
     """Train one optimizer step more from a checkpoint, with a new module and Trainer; record the parameters."""
     _seed(experiment.seed)
-    module = experiment.make_module()
-    data = None if experiment.make_data is None else experiment.make_data()
+    module, data = _made(experiment)
     if experiment.precision == "64-true":
         module.double()  # Lightning loads weights before it makes the module one of float64
     pl = namespace_of(module)
@@ -234,8 +232,7 @@ def _resume(
     callbacks = [*arguments["callbacks"][:-1], recorder]
     limits = {"max_steps": -1, "limit_train_batches": arguments.get("accumulate_grad_batches", 1)}
     arguments = {**arguments, **limits, "limit_val_batches": 0, "callbacks": callbacks}
-    trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
-    connection.connect(trainer, module)
+    trainer = _trainer(pl, connection, module, arguments)
     trusted = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     try:
         trainer.fit(module, **fit_arguments(pl, data), ckpt_path=path, **trusted)

@@ -242,52 +242,17 @@ def no_communication() -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
-class FirstDifference:
-    """A number of the first step that differs from that of one process.
-
-    Attributes:
-        order: Position among the numbers compared.
-        what: Description of the number: the loss, or the gradient of a parameter by its FQN.
-        rank: The rank that compared it.
-        stages: Pipeline stages of the parameter.
-        value: This rank's value; for a gradient, the element that differs most. NaN if it has none.
-        reference: The value in one process.
-        relative: Absolute difference, relative to the size of the reference.
-        floor: The noise floor, relative to the same.
-    """
-
-    order: int
-    what: str
-    rank: int
-    stages: tuple[int, ...]
-    value: float
-    reference: float
-    relative: float
-    floor: float
-
-    def __str__(self) -> str:
-        """One sentence with all numbers."""
-        stage = f"stage {', '.join(map(str, self.stages))}, " if self.stages else ""
-        value, reference = ("missing" if math.isnan(each) else f"{each:.10g}" for each in (self.value, self.reference))
-        return (
-            f"the first step is not that of one process: {self.what} ({stage}rank {self.rank}) is"
-            f" {value} and {reference} in one process; relative difference"
-            f" {self.relative:.2g}{f', noise floor {self.floor:.2g}' if self.floor else ''}"
-        )
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The result of a comparison, the same on every rank.
 
     Attributes:
-        first: The first number that differs.
+        first: A sentence on the first number that differs; empty if none does.
         within: The largest relative difference of those that agree.
         num_gradients: Number of gradients compared.
         num_noise: Number of these that consist of noise, so that they prove little.
     """
 
-    first: FirstDifference | None
+    first: str
     within: float
     num_gradients: int
     num_noise: int
@@ -380,7 +345,7 @@ class _Found:
 
     def __init__(self, rank: int, rounding: float) -> None:
         self._rank, self._rounding = rank, rounding
-        self._differences: list[FirstDifference] = []
+        self._differences: list[tuple[int, int, str]] = []  # position among the numbers compared, rank, sentence
         self._within, self._noisy = 0.0, set[str]()
 
     def merged(self, mesh: Mesh, num_gradients: int) -> Verdict:
@@ -389,10 +354,9 @@ class _Found:
         rows: list[Any] = [own] * mesh.layout.world_size
         if mesh.layout.world_size > 1:
             dist.all_gather_object(rows, own)
-        differences = [first for firsts, _, _ in rows for first in firsts]
-        first = min(differences, key=lambda difference: (difference.order, difference.rank), default=None)
+        first = min((first for differences, _, _ in rows for first in differences), default=(0, 0, ""))
         noisy = set().union(*(noisy for _, _, noisy in rows))
-        return Verdict(first, max(within for _, within, _ in rows), num_gradients, len(noisy))
+        return Verdict(first[-1], max(within for _, within, _ in rows), num_gradients, len(noisy))
 
     def add(
         self,
@@ -417,7 +381,16 @@ class _Found:
                 self._noisy.add(what)
         unit = size or 1.0
         if apart > max(_FACTOR * noise, self._rounding * size, smallest):
-            difference = FirstDifference(order, what, self._rank, stages, value, was, apart / unit, noise / unit)
-            self._differences.append(difference)
+            stage = f"stage {', '.join(map(str, stages))}, " if stages else ""
+            text = (
+                f"the first step is not that of one process: {what} ({stage}rank {self._rank}) is {_shown(value)} and"
+                f" {_shown(was)} in one process; relative difference {apart / unit:.2g}"
+                f"{f', noise floor {noise / unit:.2g}' if noise else ''}"
+            )
+            self._differences.append((order, self._rank, text))
         elif noise <= _NOISE * size and apart > smallest:
             self._within = max(self._within, apart / unit)
+
+
+def _shown(number: float) -> str:
+    return "missing" if math.isnan(number) else f"{number:.10g}"

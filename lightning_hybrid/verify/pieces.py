@@ -1,7 +1,8 @@
 """The reference in pieces: plain Lightning in one process, which calls the user's step once per replica or microbatch.
 
 This defines the numbers of objectives that mix samples: the mean of the gradients of the pieces, as in gradient
-accumulation. Nothing of it is the pipeline's; what steps log and leave on the module is joined here.
+accumulation. Nothing of it is the pipeline's; what steps log is joined here, and lists on the module have an entry per
+piece.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 from lightning_hybrid.verify.data import DataSplit, Piece, joined
 from lightning_hybrid.verify.plain import PlainRun
 from lightning_hybrid.verify.record import RunRecord
-from lightning_hybrid.verify.state import MicrobatchEffects, ReplicaStates, without_side_effects
+from lightning_hybrid.verify.state import ReplicaStates, ShareStates, without_side_effects
 from lightning_hybrid.verify.steps import Mixing, PieceGradients, mixing_of, rounding_of
 
 # The arguments of ``log`` after the name and the value, by position.
@@ -227,16 +228,14 @@ class PiecesRun(PlainRun):
         for replica, own in by_replica.items():
             self._replicas.enter(replica)
             shares = self._data_split.shares_of(self._number) if name == "training_step" else 1
-            effects, metrics = MicrobatchEffects(module, shares), FullBatchMetrics(find_sinks(module))
+            states, metrics = ShareStates(module, shares), FullBatchMetrics(find_sinks(module))
             metrics.begin()
             for position, piece in own.items():
-                effects.before_microbatch(piece.share)
+                states.enter(piece.share)
                 once = metrics.microbatch(position, is_full=len(own) == 1)
                 with self._as_in_layout(number, [piece]), self._captured(logged, position, metrics), once:
                     outputs.append(after(piece, self._plain[name](piece.batch, *rest)))
-                effects.after_microbatch()
-            if len(own) > 1:
-                effects.finish([piece.weight for piece in own.values()], [sizes[position] for position in own])
+            states.finish()
             total = sum(piece.weight for piece in own.values())
             metrics.finish_all([own[i].weight / total if i in own else 0.0 for i in range(len(pieces))], sizes)
             value_of = metrics.values()

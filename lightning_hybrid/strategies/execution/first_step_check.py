@@ -266,11 +266,11 @@ class FirstStepCheck:
         )
         verdict = compare(reference)
         split = None if reference is None else reference.of_microbatches
-        if verdict.first is not None and world.broadcast(split is not None):
+        if verdict.first and world.broadcast(split is not None):
             of_microbatches = compare(split)  # an objective that mixes samples
-            verdict = of_microbatches if of_microbatches.first is None else verdict
+            verdict = verdict if of_microbatches.first else of_microbatches
         self._losses = self._reference = None
-        if verdict.first is not None:
+        if verdict.first:
             refusal = FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
                 " layouts with one process; verify_first_step=False trains without this check",

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompression
-from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.slow_links.power_sgd import PowerSGD
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
@@ -46,35 +45,17 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
         full_shapes={name: full_shape(p) for name, p in setting.module.named_parameters()},
         step=None if getattr(precision, "scaler", None) is None else lambda: trainer.global_step,
     )
-    for reducer in reducers.values():
-        assert isinstance(reducer, GradientReducer)  # there are no experts
-        reducer.compression = average
-    for each in run.active.groups:
+    for each in (*reducers.values(), *run.active.groups):
         each.compress(average)
-    state = CompressionState(run, average, over_shards=over_shards)
-    state.load(callback.loaded)
-    callback.loaded = {}
-    callback.connect(state)
+    callback.connect(CompressionState(run, average, over_shards=over_shards))
 
 
 def keep_feedback(run: Run, reducers: Reducers, can_roll_back: bool) -> Callable[[], None]:
     """Return a function that restores the feedback as it is now, after a step that is rolled back."""
-    average = _average_of(run, reducers) if can_roll_back else None
-    if average is None:
-        return lambda: None
-    before = dict(average.errors)
-
-    def restore() -> None:
-        average.errors = dict(before)
-
-    return restore
-
-
-def _average_of(run: Run, reducers: Reducers) -> CompressedAverage | None:
-    for reducer in reducers.values():
-        if isinstance(reducer, GradientReducer) and reducer.compression is not None:
-            return reducer.compression
-    return next((group.messages.average for group in run.active.groups if group.messages.average is not None), None)
+    users = (*reducers.values(), *(group.messages for group in run.active.groups)) if can_roll_back else ()
+    found = (user.average for user in users)
+    average = next((average for average in found if average is not None), None)
+    return average.feedback_kept() if average is not None else lambda: None
 
 
 def _copies_beside_other_parameters(run: Run) -> set[str]:
@@ -160,7 +141,7 @@ class CompressionState:
         method, group, errors = self._average.method, self._average.group, self._average.errors
         if isinstance(method, PowerSGD):
             device = self._run.setting.device
-            method.factors = {name: factor.to(device) for name, factor in state.get("factors", {}).items()}
+            method.factors.update((name, factor.to(device)) for name, factor in state.get("factors", {}).items())
         if not method.has_feedback:
             return
         entries = {name: {"feedback": value} for name, value in state.get("feedback", {}).items()}

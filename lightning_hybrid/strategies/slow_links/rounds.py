@@ -59,8 +59,6 @@ class LocalRounds(RunCallback):
         undo = self._run.until_end
         undo.callback(self.enter(self._trainer))
         undo.callback(around(self._trainer, "save_checkpoint", self._save, reason="a checkpoint ends a round"))
-        self._load(self._callback.loaded)
-        self._callback.loaded = {}
         self._callback.connect(self)
         self._set_mode()
 
@@ -127,11 +125,11 @@ class LocalRounds(RunCallback):
         self._find_trained()
         is_local = self._was_local = self.is_local
         for reducer in self._optimization.reducers.values():
-            reducer.is_local = is_local
+            reducer.step_alone(is_local)
         for group in self._run.active.groups:
             group.messages.is_local = is_local
         if self._optimization.buffers is not None:
-            self._optimization.buffers.is_local = is_local
+            self._optimization.buffers.step_alone(is_local)
         if is_local and self.outer is not None:
             for name in self._parameters.keys() - self._begin.keys():
                 self._begin[name] = self._parameters[name].detach().clone()
@@ -240,7 +238,8 @@ class LocalRounds(RunCallback):
         saved = save_states(begin, self._run.setting.module, self._trained, gather) if self.outer is not None else {}
         return {"round": {"counts": counts, "trained": self._trained, "begin": saved}}
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over the state of a checkpoint, or of another layout with its round."""
         self._load_outer(state.get("outer", {}))
         if (begun := state.get("round")) is None:
             return

@@ -301,7 +301,7 @@ class Manual(Tiny):
     ],
 )
 def test_line_says_how_many_gradients_are_weakly_checked(num_noise, precision, end):
-    assert describe_verdict(Verdict(None, 2e-8, 26, num_noise), precision).endswith(end)
+    assert describe_verdict(Verdict("", 2e-8, 26, num_noise), precision).endswith(end)
 
 
 @pytest.mark.world(1)

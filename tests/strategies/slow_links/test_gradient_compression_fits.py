@@ -400,10 +400,10 @@ def test_a_step_that_is_skipped_changes_nothing(worlds, layout):
 @pytest.mark.world(1)
 def test_feedback_is_restored_after_a_step_that_is_rolled_back():
     reducer = GradientReducer([], dist.group.WORLD)
-    reducer.compression = CompressedAverage(TopK(Traffic(), 0.1), dist.group.WORLD)
-    reducer.compression.errors["a"] = before = torch.ones(2, 2)
+    reducer.compress(CompressedAverage(TopK(Traffic(), 0.1), dist.group.WORLD))
+    reducer.average.errors["a"] = before = torch.ones(2, 2)
     restore = keep_feedback(SimpleNamespace(zero=None), {None: reducer}, can_roll_back=True)
-    reducer.compression.errors |= {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2)}
+    reducer.average.errors |= {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2)}
     restore()
-    assert list(reducer.compression.errors) == ["a"]
-    assert reducer.compression.errors["a"] is before
+    assert list(reducer.average.errors) == ["a"]
+    assert reducer.average.errors["a"] is before
