@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,16 +13,16 @@ from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompr
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.slow_links.power_sgd import PowerSGD
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
-from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,
     local_states,
     save_states,
 )
-from lightning_hybrid.strategies.techniques.reducers import Reducers
 
 
-def connect_gradient_compression(callback: GradientCompression, run: Run, reducers: Reducers) -> None:
+def connect_gradient_compression(
+    callback: GradientCompression, run: Any, reducers: Mapping[Any, Any]
+) -> CompressedAverage:
     """Average gradients over replicas in compressed form, and keep the state of that in checkpoints."""
     setting, trainer = run.setting, run.setting.trainer
     method = callback.make_method()
@@ -48,17 +48,10 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
     for each in (*reducers.values(), *run.active.groups):
         each.compress(average)
     callback.connect(CompressionState(run, average, over_shards=over_shards))
+    return average
 
 
-def keep_feedback(run: Run, reducers: Reducers, can_roll_back: bool) -> Callable[[], None]:
-    """Return a function that restores the feedback as it is now, after a step that is rolled back."""
-    users = (*reducers.values(), *(group.messages for group in run.active.groups)) if can_roll_back else ()
-    found = (user.average for user in users)
-    average = next((average for average in found if average is not None), None)
-    return average.feedback_kept() if average is not None else lambda: None
-
-
-def _copies_beside_other_parameters(run: Run) -> set[str]:
+def _copies_beside_other_parameters(run: Any) -> set[str]:
     """FQNs of parameters of which several ranks of a replica have copies, and other parameters beside these."""
     copies: set[str] = set()
     if run.plan is not None and run.plan.is_partitioned:
@@ -83,7 +76,7 @@ class CompressionState:
     each: the sum is what matters, since each rank adds its own to what it sends.
     """
 
-    def __init__(self, run: Run, average: CompressedAverage, *, over_shards: bool) -> None:
+    def __init__(self, run: Any, average: CompressedAverage, *, over_shards: bool) -> None:
         """Take the average of a run; ``over_shards`` tells that its ranks have different shards of gradients."""
         self._run, self._average, self._over_shards = run, average, over_shards
         # After a fit the module is full again, and feedback is not.

@@ -16,7 +16,6 @@ from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.patching import around
 from lightning_hybrid.slow_links.method import all_reduce_bytes
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,
     local_states,
@@ -36,7 +35,7 @@ class LocalRounds(RunCallback):
         outer: The outer optimizer, of this rank's shards; None if parameters are averaged.
     """
 
-    def __init__(self, callback: LocalSGD, run: Run, optimization: Optimization) -> None:
+    def __init__(self, callback: LocalSGD, run: Any, optimization: Any) -> None:
         """Take the user's callback, and the run whose replicas step by themselves."""
         self._callback, self._run, self._optimization = callback, run, optimization
         self._trainer: Any = run.setting.trainer
