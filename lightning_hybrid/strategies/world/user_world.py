@@ -74,9 +74,8 @@ class ReplicaWorld:
         os.environ.update((name, variables[name]) for name in self._launcher_environment)
 
     def wrap_hooks(self, trainer: Any) -> Callable[[], None]:
-        """Let the hooks that Lightning calls for this trainer see this world; return the undo for hooks and loaders."""
+        """Let the hooks that Lightning calls for this trainer see this world; return the undo."""
         stack = contextlib.ExitStack()
-        stack.callback(self._loaders.close)
         if self._differs:
             for name in _CALLERS:
                 stack.callback(around(call, name, partial(self._call_hook, trainer), reason="hooks see their replicas"))
@@ -110,6 +109,10 @@ class ReplicaWorld:
             self._loader_classes[own] = _visible_class(own, self.visible)
         visible = self._loader_classes[own]
         self._loaders.callback(switch_class(loader, visible, reason="datasets see their replicas"))
+
+    def restore_loaders(self) -> None:
+        """Give each loader its own class again."""
+        self._loaders.close()
 
 
 def _visible_class(own: Any, visible: Callable[[], AbstractContextManager[None]]) -> type:
