@@ -7,7 +7,6 @@ import inspect
 import os
 import random
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.checkpoint_folder import is_folder
 from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file
+from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.record import Failure, RunRecord, RunRecorder, describe_failure
 
@@ -191,14 +191,8 @@ def _all_ended(world_size: int) -> bool:
     if not dist.is_initialized():
         return True  # no other rank can be waiting in a collective with this one
     store = dist.distributed_c10d._get_default_store()
-    end = time.monotonic() + _WAIT_SECONDS
-    count = store.add("verify/ended", 1)
-    while count < world_size:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-        count = store.add("verify/ended", 0)
-    return True
+    store.add("verify/ended", 1)
+    return wait_until(lambda: store.add("verify/ended", 0) >= world_size, _WAIT_SECONDS)
 
 
 def recorder_of(pl: ModuleType, perturbation: float = 0.0) -> Any:

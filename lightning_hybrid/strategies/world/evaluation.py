@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_hybrid.collectives.arrivals import pauses
+from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.collectives.forbidden import collectives_forbidden
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
@@ -251,31 +251,27 @@ class _LoaderProgress:
         self._publish(f"at-{loader}", batch)
         known = list(counts)
         ranks = dist.get_process_group_ranks(self._mesh.group("data"))
-        waited_for = [position for position, count in enumerate(counts) if count == math.inf]
-        pause = pauses()
-        while waited_for and not self._is_over():
-            for position in list(waited_for):
-                end = self._published(f"end-{loader}", ranks[position])
-                if end is not None:
-                    known[position] = end
-                at = self._published(f"at-{loader}", ranks[position])
-                if end is not None or (at is not None and at >= batch):
-                    waited_for.remove(position)
-            if waited_for:
-                next(pause)
+
+        def has_come(position: int) -> bool:
+            end = self._published(f"end-{loader}", ranks[position])
+            known[position] = math.inf if end < 0 else end
+            return end >= 0 or self._published(f"at-{loader}", ranks[position]) >= batch
+
+        unknown = [position for position, count in enumerate(counts) if count == math.inf]
+        wait_until(lambda: all(map(has_come, unknown)), math.inf, self._is_over)
         return known
 
     def _publish(self, what: str, number: int) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             self._store.set(f"{what}-{self._mesh.rank}", f"{self._evaluation} {number}")
 
-    def _published(self, what: str, rank: int) -> int | None:
-        """Return the number that a rank has published in this evaluation."""
+    def _published(self, what: str, rank: int) -> int:
+        """Return the number that a rank has published in this evaluation; -1 if it has not."""
         key = f"{what}-{rank}"
         if not self._store.check([key]):
-            return None
+            return -1
         evaluation, number = map(int, self._store.get(key).split())
-        return number if evaluation == self._evaluation else None
+        return number if evaluation == self._evaluation else -1
 
 
 def _replica_log(metric: _ResultMetric) -> _ReplicaLog:
