@@ -88,34 +88,33 @@ def explain(
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
     """
-    from lightning_hybrid.strategies.planning import make_plan
+    from lightning_hybrid.strategies.planning import PlanRequest, make_plan
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     arguments = fit_arguments(lightning, data)
     options = layout.options(None)
-    strategy: Any = make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
-    content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": None, "units": []}
-    content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": strategy.table}
+    run_plan = make_plan(
+        lightning, module, arguments, layout.devices, options, precision, PlanRequest(on_phase=on_phase)
+    )
+    run, refused = run_plan.run, run_plan.refusal
+    run_plan.print_error()
+    content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": refused, "units": []}
+    content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": run_plan.table}
     content |= {
-        "techniques": strategy.techniques,
-        "offloaded": strategy.options.offloaded,
-        "memory": [memory_of(rank) for rank in strategy.memory],
-        "memory_without_techniques": [memory_of(rank) for rank in strategy.memory_without_techniques],
+        "techniques": list(run_plan.techniques),
+        "offloaded": run.setting.options.offloaded,
+        "memory": [memory_of(rank) for rank in run_plan.memory],
+        "memory_without_techniques": [memory_of(rank) for rank in run_plan.memory_without_techniques],
     }
-    partition = strategy.partition
-    if partition is None:
-        return content
-    content["refused"] = strategy.refusal()
-    content["may_retry"] = content["refused"] is not None and partition.may_retry
-    plan = partition.run.plan
-    if plan is not None and plan.first is not None and content["refused"] is None:
+    content["may_retry"] = refused is not None and run_plan.partition is not None and run_plan.partition.may_retry
+    plan = run.plan
+    if plan is not None and plan.first is not None and refused is None:
         content["units"] = units_of(plan.first.assignment, sizes)
         content["stages"] = stages_of(plan.first.assignment, sizes, plan.rank_of)
-    if partition.run.plans:
-        content["tensor_plans"] = {fqn: list(plan.lines()) for fqn, plan in partition.run.plans.items()}
-    if (experts := partition.run.technique(ExpertParallel)) is not None:
+    content["tensor_plans"] = {fqn: list(each.lines()) for fqn, each in run.plans.items()}
+    if (experts := run.technique(ExpertParallel)) is not None:
         content["experts"] = experts.summary
     return content
 
