@@ -30,7 +30,7 @@ _EXAMPLE = f"""example:
 
 {STATUSES}"""
 _MOST_RANKS = 512
-_KINDS = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "messages", "total")
+_KINDS = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "working", "messages", "total")
 _AXES = {
     "pp": "pipeline",
     "data": "data",

@@ -22,7 +22,7 @@ from lightning_hybrid.text import print_table
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
-    from lightning_hybrid.memory.estimate import RankMemory
+    from lightning_hybrid.predict.ranks import RankMemory
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = f"""example:
@@ -203,7 +203,7 @@ def _print(content: dict[str, Any]) -> None:
 
 def _print_memory(content: dict[str, Any]) -> None:
     """Print the estimated memory of each pipeline rank, with ZeRO, offload and recomputation and without them."""
-    kinds = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
+    kinds = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "working", "messages", "total")
     names = [
         kind.replace("_", " ") + (f" ({where})" if (where := content["offloaded"].get(kind)) else "") for kind in kinds
     ]

@@ -24,7 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.optim import Optimizer
 
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.memory.estimate import RankMemory, activation_bytes
+from lightning_hybrid.predict.ranks import RankMemory, activation_bytes
 from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     batch_size_of,
     check_count,
@@ -212,6 +212,8 @@ def _decide(lifecycle: RunLifecycle, request: PlanRequest) -> RunPlan:
             run = partition.decide(None, "")
             if batch is not None and run.is_pipelined and run.batch is not None:
                 run = partition.run = dataclasses.replace(run, batch=batch)
+                if run.runner is not None:  # of the first microbatch so far
+                    run.runner.batch_bytes["training_step"] *= batch.num_microbatches
         else:
             run = decide_without_runner(run)
         if request.describes and not run.is_pipelined and setting.is_fitting:

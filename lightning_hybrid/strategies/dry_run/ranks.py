@@ -9,14 +9,14 @@ from types import ModuleType
 from typing import Any
 
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.memory.estimate import RankMemory, activation_bytes
 from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.predict.ranks import RankMemory, activation_bytes
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.schedule.program import Program
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.strategies.dry_run.messages import (
-    buffers_of_messages,
+    bytes_of_casts,
     gradient_messages,
     local_names,
     pipeline_messages,
@@ -103,10 +103,11 @@ class _Described:
         mesh: Any = run.mesh
         stages = [0] if run.plan is None or not run.is_pipelined else list(run.plan.stages)
         memory = self._memory(run, stages)
+        if not run.is_pipelined:
+            memory = dataclasses.replace(memory, messages=bytes_of_casts(run))
         messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count)]
         messages += self._units.messages(self._assignment, set(stages), self._count, _place(run))
         sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "offloaded"}
-        buffers = buffers_of_messages(run, self._program)
         described = {
             "rank": rank,
             "node": rank // self._per_node,
@@ -120,7 +121,7 @@ class _Described:
                 for axis, group in mesh.groups.items()
                 if group.size() > 1
             },
-            "bytes": {**sizes, "messages": buffers, "total": memory.total + buffers},
+            "bytes": {**sizes, "total": memory.total},
             "messages": [{**dataclasses.asdict(each), "sent_bytes": round(each.sent_bytes)} for each in messages],
             "sent_bytes": sent_by_axis(messages),
         }
