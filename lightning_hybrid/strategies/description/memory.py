@@ -14,8 +14,8 @@ from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.optimizers.trial import StateSizes
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.params.boxes import shard_of
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.predict.ranks import (
     ParameterOnRank,
     Place,

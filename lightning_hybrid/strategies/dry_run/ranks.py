@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.predict.ranks import RankMemory, activation_bytes
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.schedule.program import Program
