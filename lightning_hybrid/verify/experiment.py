@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.checkpoint_folder import is_folder
-from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file
+from lightning_hybrid.checkpoint.convert import to_file
+from lightning_hybrid.checkpoint.folder import is_folder
 from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.record import Failure, RunRecord, RunRecorder, describe_failure

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.forbidden import collectives_forbidden
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import split
