@@ -111,7 +111,7 @@ class GradientBucket:
         """Returns what has arrived, once: None if nothing has.
 
         That is whether some rank has a gradient outside all buckets; and for parameters whose gradient is sparse on
-        some rank, the average of the dense gradients by index.
+        some rank, the average of the dense gradients, of the same shape, by index.
         """
         received, self._received = self._received, None
         return received
