@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.params.shards import AxisSharding
+from lightning_hybrid.predict.ranks import Footprint
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -48,20 +49,6 @@ class Messages:
         share = (size - 1) / size
         factors = {"send": 1.0, "all_reduce": 2 * share, "all_gather": size - 1.0}
         return factors.get(self.operation, share) * self.nbytes
-
-
-class Footprint(NamedTuple):
-    """Bytes that a rank holds of its parameters.
-
-    Attributes:
-        parameters: Between steps.
-        gradients: Between steps.
-        gathered: During a step besides: full parameters, and gradients that are not reduced yet.
-    """
-
-    parameters: int
-    gradients: int
-    gathered: int
 
 
 class Active:
@@ -208,6 +195,23 @@ class Technique:
     def build(self, run: Any, owner: Any) -> Active:
         """Connect it to the local shards of parameters."""
         return Active()
+
+    def connect(self, run: Any, optimization: Any) -> None:
+        """Connect it to the reducers and optimizers of a run."""
+
+    def steps_alone(self, run: Any) -> bool:
+        """Return whether the next step of each replica is its own: parameters and states of optimizers differ then."""
+        return False
+
+    def kept(self) -> Callable[[], None]:
+        """Return a function that restores what steps change of it, after one that is rolled back."""
+        return lambda: None
+
+    def carry(self, run: Any, gather: Callable[[Optimizer], dict[str, Any]]) -> None:
+        """Keep its state while the layout of a run changes; collective over the world.
+
+        ``gather`` returns the full state dict of an optimizer on the first rank.
+        """
 
     def step_in_user_step(self, run: Any, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Connect optimizers that the user's step calls; return those that step full parameters on every rank."""
