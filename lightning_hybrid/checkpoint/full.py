@@ -21,7 +21,7 @@ from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -200,7 +200,8 @@ def gather_optimizer_state(
     local_entries = {}
     entries = state["state"] if shards is None else shards.owners.gather_states(state["state"], parameters)
     for key, entry in entries.items():
-        if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
+        # Optimizers that read full parameters have states of those of other stages too.
+        if not (isinstance(key, int) and is_absent(parameters[key])):
             is_sharded = shards is not None and isinstance(key, int) and parameters[key] not in shards.owners
             parameter = parameters[key] if is_sharded else None
             full = map_leaves(partial(_gather_leaf, parameter, shards), entry)

@@ -22,7 +22,7 @@ from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, full_shape, is_absent
 
@@ -236,7 +236,7 @@ class LocalState:
         names = self.names_of(optimizer)
         entries: dict[Any, Any] = {}
         for key, entry in state["state"].items():
-            if any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
+            if isinstance(key, int) and is_absent(parameters[key]):
                 continue
             entry = subclasses_as_dicts(entry)
             if isinstance(key, int):

@@ -89,6 +89,10 @@ class LocalShards:
         """Whether some ranks hold the same shard of a parameter."""
         return any(p.is_repeated(axis.group.size()) for axis in self.shardings for p in axis.placements.values())
 
+    def over(self, axis: str) -> LocalShards:
+        """Those along one axis of the mesh."""
+        return LocalShards(self._root, [sharding for sharding in self.shardings if sharding.axis == axis])
+
     # -- sharding and gathering, by FQN --------------------------------------------------------------------------------
 
     def shard(self, name: str, full: Tensor) -> Tensor:

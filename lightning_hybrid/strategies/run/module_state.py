@@ -120,12 +120,6 @@ class FullOrShardedState:
             self._refuse(check_is_full)
             return
         device = torch.device("cpu") if place is Place.HOST else None
-        if run.global_reads is not None:
-            from lightning_hybrid.strategies.user_code.checkpoint_hooks import attribute_tensors
-
-            reads = run.global_reads
-            kept = attribute_tensors([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
-            reads.complete([tensor for tensor in kept if id(tensor) not in reads.parameters])
         if run.parts is not None:
             run.parts.unshard_parameters(device=device)
         run.active.forget()

@@ -116,8 +116,6 @@ class OptimizerStates:
                 optimizer.load_state_dict(dict(state))
                 if run is not None and run.parts is not None:
                     shard_masters(optimizer, run.parts.shard_of_state)
-                if run is not None and run.global_reads is not None:
-                    run.global_reads.track_state(optimizer.state)
             elif isinstance(state, SavedOptimizer):
                 optimizer.load_state_dict(state.local_state(optimizer, self.local_states))
             else:
