@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.flat import OPTIMIZERS, named_state, put_tensors, torch_state
 from lightning_hybrid.checkpoint.read import ReadRequest, SavedFolder
-from lightning_hybrid.checkpoint.torch_writer import Tell, tell_nothing
-from lightning_hybrid.checkpoint.write import prepare, write
+from lightning_hybrid.checkpoint.write import Tell, prepare, tell_nothing, write
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
 

@@ -18,7 +18,6 @@ from collections.abc import Collection
 from enum import Enum, auto
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
@@ -109,7 +108,7 @@ def lend(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -> No
 
 def give_back(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -> None:
     """Let a parameter hold again what it held before `lend`."""
-    loans = parameter.__dict__.pop(_LOANS)
+    loans = parameter.__dict__.pop(_LOANS, 0)  # none if the code that lends has failed
     if loans > 1:
         parameter.__dict__[_LOANS] = loans - 1
     _put(parameter, data, gradient)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.optimizers.state_file import Region
+from lightning_hybrid.params import store
 from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, guard, unguard
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.params.shards import AxisSharding
@@ -79,7 +79,7 @@ class ParameterGroup:
         shards = {name: parameters[name].data for name in self._placements}
         self._shards = StoredShards(shards, devices or StorageDevices.of((), self._empty.device), region)
         for name in self._placements:
-            parameters[name].data = self._shards.shown(name)
+            store.reshard(parameters[name], self._shards.shown(name))
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.messages = GradientMessages(shapes, self._placements, ranks, sparse)
         self._offsets, self._shard_numel = offsets_of(
@@ -166,7 +166,7 @@ class ParameterGroup:
             if name not in self._gradients:
                 self._set_gradient_aside(name, parameter)
             if name in self._placements:
-                parameter.data = self._full[name]
+                store.gather(parameter, self._full[name])
         self.is_full = True
 
     def _unpack(self, name: str, received: Tensor) -> None:
@@ -193,9 +193,7 @@ class ParameterGroup:
             self._copy_rebound()
             self._write_back()
             for name in self._placements:
-                data = self.parameters[name].data
-                content: Any = float("nan") if data.is_floating_point() or data.is_complex() else 0
-                self.parameters[name].data = data.new_full((), content).expand(data.shape)
+                store.free(self.parameters[name])
             self._full = {}
             self.is_full = False
             self.gather_on_read()
@@ -226,7 +224,7 @@ class ParameterGroup:
         for name in self._gradients:  # of parameters that were gathered; others show their shards already
             self.parameters[name].grad = None
         for name in self._placements:
-            self.parameters[name].data = self._shards.shown(name)
+            store.reshard(self.parameters[name], self._shards.shown(name))
         for name, gradient in self._gradients.items():
             if gradient is not None and name in self._placements:
                 gradient = self._shards.shown_gradient(gradient)
@@ -280,7 +278,7 @@ class ParameterGroup:
             return
         for name in self._shards.move_to_storage():
             self._set_gradient_aside(name, self.parameters[name])
-            self.parameters[name].data = self._shards[name]
+            store.move(self.parameters[name], self._shards[name])
 
     def _set_gradient_aside(self, name: str, parameter: nn.Parameter) -> None:
         """Set the gradient of earlier batches aside while a step runs."""
@@ -300,7 +298,7 @@ class ParameterGroup:
         if self.region is not None and not self.region.file.is_complete:
             for name, parameter in self.parameters.items():
                 if name in self._placements and parameter.data_ptr() == self._shards.address(name):
-                    parameter.data = torch.full_like(parameter.data, float("nan"))
+                    store.move(parameter, torch.full_like(parameter.data, float("nan")))
 
     def pin(self) -> None:
         """Gather, and reshard without freeing: until `unpin`, gathers need no other rank."""
@@ -448,8 +446,8 @@ class ParameterGroup:
             for name, parameter, data in zip(names, parameters, full, strict=True):
                 if parameter.grad is None:
                     self._gradients[name] = None
-                parameter.grad = None
-                shard, parameter.data = parameter.data, data
+                shard = parameter.data
+                store.give_back(parameter, data, None)
                 if name in self._placements and self.is_full and self.has_own_shards:
                     # What `reshard` writes back to the shard.
                     self._shard_of(name, self._full[name], self._rank).copy_(shard)
@@ -462,10 +460,8 @@ class ParameterGroup:
             self._write_back()
         for name in names:
             parameter = self.parameters[name]
-            parameter.grad = None
-            if name in self._placements:
-                parameter.data = self._shards.shown(name)
-            parameter.grad = self._gradients[name]
+            shard = self._shards.shown(name) if name in self._placements else parameter.data
+            store.lend(parameter, shard, self._gradients[name])
 
     def _shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
         placement = self._placements.get(name)
