@@ -8,8 +8,8 @@ MOST_MODULES = 290  # of 690; of a run on two replicas
 UNUSED_ROOMS = {"tensor", "experts", "verify", "slow_links", "cli", "equivalence"}
 UNUSED = (
     "params.reads",
-    "planner.search",
-    "planner.time",
+    "predict.search",
+    "predict.time",
     "pipeline.pipeline_step_runner",
     "step.recording.record_step",
 )
