@@ -213,7 +213,7 @@ class GatherOnRead(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         is_property = name in _PROPERTIES
         member = func.__self__.__name__ if is_property else name
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         fqn = self._name_of(first)
         if fqn is None and is_property and member not in VIEW_PROPERTIES:
             return func(*args)
