@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,7 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Te
         CheckpointError: It is no checkpoint, or cannot be written.
     """
     state, about = read_file(source, weights_only=weights_only)
-    save = prepare(state, target, None, about)
-    save.tell = tell
-    write(save, None)
+    write(replace(prepare(state, target, None, about), tell=tell), None)
 
 
 def read_file(source: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:

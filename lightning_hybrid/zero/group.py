@@ -13,7 +13,7 @@ dtype, rank by rank, each rank's shard padded to the size of the largest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ class ParameterGroup:
         keeps_full: Whether the memory of full parameters is kept between steps.
         is_full: Whether the parameters hold full tensors.
         trained: FQNs of those that take gradients in this step.
-        on_read: Gathers them for code outside the layer; None where no such code reads them.
         messages: In which their gradients are reduced.
     """
 
@@ -95,12 +94,27 @@ class ParameterGroup:
         self._is_pinned = False
         self._state_at_pin: dict[str, tuple[int, int]] = {}
         self.trained: list[str] = []
-        self.on_read: GatherCallbacks | None = None
+        self._on_read: GatherCallbacks | None = None  # gathers for code outside the layer, where such code is guarded
         self._is_read = False
-        self.num_missing = 0  # gradients that the backward has not accumulated yet
-        self.gather_group = ranks.shard
+        self._gather_group = ranks.shard
         self.observer: GradientObserver | None = None
-        self.on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
+        self._on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
+
+    def train(self, names: Sequence[str]) -> None:
+        """Reduce the gradients of these parameters, from the next backward on."""
+        self.trained = list(names)
+
+    def gather_through(self, ranks: dist.ProcessGroup) -> None:
+        """Send shards through a group of the same ranks that nothing else uses."""
+        self._gather_group = ranks
+
+    def guard_reads(self, gather: GatherCallbacks) -> None:
+        """Gather parameters when code outside the layer reads them."""
+        self._on_read = gather
+
+    def call_on_averages(self, call: Callable[[ParameterGroup], None]) -> None:
+        """Call a function once averages are in the shards."""
+        self._on_averages = call
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +144,7 @@ class ParameterGroup:
             message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
         self._shards.evict_from_memory()
         received = message.new_empty(self._size * message.numel())
-        return all_gather_single(received, message, group=self.gather_group, async_op=True), received
+        return all_gather_single(received, message, group=self._gather_group, async_op=True), received
 
     @torch.no_grad()
     @below_read_guards
@@ -200,8 +214,8 @@ class ParameterGroup:
 
     def gather_on_read(self) -> None:
         """Gather the group when code outside its layer reads a parameter, until the step ends."""
-        if self.on_read is not None and not self.is_full:
-            guard([self.parameters[name] for name in self._placements], "replicas", self.on_read)
+        if self._on_read is not None and not self.is_full:
+            guard([self.parameters[name] for name in self._placements], "replicas", self._on_read)
 
     def gather_until_step_end(self) -> None:
         """Gather the parameters and keep them full until the step ends: code outside the layer reads them."""
@@ -417,8 +431,8 @@ class ParameterGroup:
             new = self._gradients[name] = new.clone() if before is None else before + new
             if self.observer is not None:
                 self.observer.after_reduce(self.parameters[name], new)
-        if self.on_averages is not None:
-            self.on_averages(self)
+        if self._on_averages is not None:
+            self._on_averages(self)
 
     def compress(self, average: CompressedAverage) -> None:
         """Average gradients in compressed form from now on; sparse ones are sent as they are."""

@@ -212,7 +212,7 @@ def kept_after_a_reduction():
     p = shard_of_ones(1000)
     placements = {"p": shard_placement(torch.Size((1000,)), 2)}
     group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone), keeps_full=False)
-    group.trained = ["p"]
+    group.train(["p"])
     with LiveStorages() as live:
         group.gather()
         p.grad = torch.ones(1000)
@@ -263,7 +263,7 @@ def accumulate_late():
     p = shard_of_ones(10)
     placements = {"p": shard_placement(torch.Size((10,)), 2)}
     group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone), keeps_full=False)
-    group.trained = ["p"]
+    group.train(["p"])
     group.gather()
     p.grad = torch.ones(10)
     group.launch_reduce()

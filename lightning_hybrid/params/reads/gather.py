@@ -139,6 +139,10 @@ class _Held:
     version: int
     is_kept: bool = False
 
+    def keep(self) -> None:
+        """Hold the full tensor until all are dropped: code refers to its memory."""
+        self.is_kept = True
+
 
 class GatherOnRead(TorchFunctionMode):
     """Runs operations on full tensors where they read or write parameters; each kind of code has a subclass."""
@@ -251,7 +255,7 @@ class GatherOnRead(TorchFunctionMode):
         if member == "data" and name == "__get__" and (held or self._is_full(args[0])):
             # A write through `.data` would not increase the version.
             for each in held.values():
-                each.is_kept = True
+                each.keep()
             return args[0]
         out = func(*args, **kwargs)
         if held:

@@ -72,7 +72,7 @@ class StepReads(GatherOnRead):
         for held in found.values() if torch.is_grad_enabled() else ():
             if held.tensor.requires_grad and not held.full.requires_grad:
                 held.full.requires_grad_()
-                held.is_kept = True  # gradients need one tensor for all its uses
+                held.keep()  # gradients need one tensor for all its uses
         return found
 
     def _agree(self, what: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
