@@ -62,27 +62,27 @@ _FROM_ALL_OF_ZERO = (State.SHARD, State.GATHERED, State.FREED)
 
 
 def shard(parameter: Tensor, local: Tensor) -> None:
-    """Keep this rank's shard of a full parameter, from now until `unshard`."""
+    """Keep this rank's shard, of its own shape, of a full parameter, from now until `unshard`."""
     shape = parameter.shape
     _exchange(parameter, local, _FROM_FULL)
     parameter.__dict__[FULL_SHAPE] = shape
 
 
 def unshard(parameter: Tensor, full: Tensor) -> None:
-    """Hold the full parameter again, without a gradient."""
+    """Hold the full parameter, of the full shape, again, without a gradient."""
     _exchange(parameter, full, _FROM_SHARD)
     parameter.grad = None
     del parameter.__dict__[FULL_SHAPE]
 
 
 def gather(parameter: Tensor, full: Tensor) -> None:
-    """Hold the full tensor while a layer runs; the shard is kept elsewhere."""
+    """Hold the tensor of full shape while a layer runs; the shard is kept elsewhere."""
     _exchange(parameter, full, _FROM_SHARD_OR_FREED)
     parameter.__dict__[_HOLDS] = State.GATHERED
 
 
 def free(parameter: Tensor) -> None:
-    """Free the full tensor until a backward comes; a read that nothing intercepts finds NaN."""
+    """Free the full tensor, but for its shape, until a backward comes; a read that nothing intercepts finds NaN."""
     data = parameter.data
     content: Any = float("nan") if data.is_floating_point() or data.is_complex() else 0
     _exchange(parameter, data.new_full((), content).expand(data.shape), _FROM_GATHERED)
@@ -90,13 +90,13 @@ def free(parameter: Tensor) -> None:
 
 
 def reshard(parameter: Tensor, local: Tensor) -> None:
-    """Hold this rank's shard again, after a step, whatever it has come to."""
+    """Hold this rank's shard, of its own shape, again, after a step, whatever it has come to."""
     _exchange(parameter, local, _FROM_ALL_OF_ZERO)
     parameter.__dict__.pop(_HOLDS, None)
 
 
 def move(tensor: Tensor, content: Tensor) -> None:
-    """Let a parameter, a state or a buffer hold equal content in other memory: on a device, on the host, in a file."""
+    """Let a parameter, a state or a buffer of any shape hold equal content in other memory: of a device or a file."""
     tensor.data = content
 
 
@@ -107,7 +107,7 @@ def lend(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -> No
 
 
 def give_back(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -> None:
-    """Let a parameter hold again what it held before `lend`."""
+    """Let a parameter hold again what it held before `lend`, of whatever shape."""
     loans = parameter.__dict__.pop(_LOANS, 0)  # none if the code that lends has failed
     if loans > 1:
         parameter.__dict__[_LOANS] = loans - 1

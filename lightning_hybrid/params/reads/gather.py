@@ -64,7 +64,7 @@ class OneStage:
         return False
 
     def send(self, tensors: Sequence[tuple[str, Tensor]], contents: Sequence[Tensor | None]) -> list[Tensor]:
-        """The contents of tensors on every rank, each as its name and what this rank has of it; collective."""
+        """The contents, in full shapes, of tensors given by name and what this rank has of each; collective."""
         return [content for content in contents if content is not None]
 
 
@@ -84,7 +84,7 @@ class Stages(OneStage):
         return len(set(self.holders(name))) > 1
 
     def send(self, tensors: Sequence[tuple[str, Tensor]], contents: Sequence[Tensor | None]) -> list[Tensor]:
-        """The contents of tensors on every rank, each as its name and what this rank has of it; collective."""
+        """The contents, in full shapes, of tensors given by name and what this rank has of each; collective."""
         found = list(contents)
         by_source: dict[int, list[int]] = {}
         for number, (name, _) in enumerate(tensors):
@@ -316,7 +316,7 @@ class GatherOnRead(TorchFunctionMode):
     # -- full tensors --------------------------------------------------------------------------------------------------
 
     def full(self, tensor: Tensor) -> Tensor:
-        """The full tensor of a parameter, gradient or state; other tensors as they are; collective."""
+        """The tensor of full shape of a parameter, gradient or state; other tensors as they are; collective."""
         fqn = self._name_of(tensor)
         return tensor if fqn is None else self._hold({id(tensor): (fqn, tensor)})[id(tensor)].full
 
@@ -396,7 +396,7 @@ class GatherOnRead(TorchFunctionMode):
 
 
 def by_rows(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A change of dense tensors, also for a sparse one; that keeps the rows that it has in one process, zeros too."""
+    """A change of dense tensors of any shape, also for a sparse one, which keeps its rows; zeros too."""
     if not tensor.is_sparse:
         return change(tensor)
     tensor = tensor.coalesce()
