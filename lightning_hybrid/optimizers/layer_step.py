@@ -192,14 +192,14 @@ class LayerwiseStep(OffloadedStates):
         moved = [p for p in members if p.device != self._states_on]
         originals = [(p, p.data, p.grad) for p in moved]
         for p, data, grad in originals:
-            store.lend(p, data.to(self._states_on), None if grad is None else grad.to(self._states_on))
+            store.swap_in(p, data.to(self._states_on), None if grad is None else grad.to(self._states_on))
             self._move_states(self._optimizer.state.get(p, {}))
         try:
             self._original(**kwargs)
         finally:
             for p, data, grad in originals:
                 data.copy_(p.data)
-                store.give_back(p, data, grad)
+                store.swap_out(p, data, grad)
         self._put_in_file(number, members)
         for region in self._regions[number]:
             region.evict()

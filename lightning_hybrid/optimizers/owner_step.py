@@ -150,7 +150,7 @@ class OwnerStep:
             for name, (value, gradient) in found.items():
                 p = self._parameters[name]
                 device = p.device
-                store.lend(p, value.to(device), None if gradient is None else gradient.to(device))
+                store.swap_in(p, value.to(device), None if gradient is None else gradient.to(device))
             found.clear()
             if originals:
                 stepped = {id(p) for p, *_ in originals}
@@ -160,7 +160,7 @@ class OwnerStep:
             results: dict[int, Tensor] = {}
             for p, data, gradient in originals:
                 results[id(p)] = p.data
-                store.give_back(p, data, gradient)
+                store.swap_out(p, data, gradient)
         full = {name: results[id(p)] for name, p in self._parameters.items() if id(p) in results}
         for name, local in self._scatter(names, full).items():
             self._parameters[name].data.copy_(local)

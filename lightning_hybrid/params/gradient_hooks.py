@@ -93,12 +93,12 @@ def _call_on_full_parameter(cuts: _Cuts, parameter: nn.Parameter, hook: Callable
         hook(parameter)
         return
     before = full.clone()
-    store.lend(parameter, full, cuts.full(gradient))
+    store.swap_in(parameter, full, cuts.full(gradient))
     try:
         hook(parameter)
     finally:
         full, full_gradient = parameter.data, parameter.grad
-        store.give_back(parameter, local, None)
+        store.swap_out(parameter, local, None)
     with torch.no_grad():
         if not torch.equal(full, before):
             local.copy_(cuts.shard_of(full, local))

@@ -189,16 +189,16 @@ class LocalShards:
         """Inside, parameters are full on every rank; collective (FSDP: ``summon_full_params``)."""
         sharded = [(name, p, p.data, p.grad) for name, p in store.sharded_in(self._root)]
         for name, parameter, local, _ in sharded:
-            store.lend(parameter, self.unshard(name, local), None)
+            store.swap_in(parameter, self.unshard(name, local), None)
         try:
             yield
         finally:
             for _, parameter, local, gradient in sharded:
                 if gradient is None or gradient.shape == local.shape:
-                    store.give_back(parameter, local, gradient)
+                    store.swap_out(parameter, local, gradient)
                 else:  # until it is averaged it is full, and torch sets it beside full data alone
                     parameter.grad = gradient
-                    store.give_back(parameter, local)
+                    store.swap_out(parameter, local)
 
     # -- counting each element once ------------------------------------------------------------------------------------
 

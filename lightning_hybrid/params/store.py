@@ -7,7 +7,7 @@ A parameter is the user's own object for a whole run; only what it holds changes
       └── unshard ─────┘ │ └── reshard ──────┘  └── gather ──────┤
                          └────────────── reshard ────────────────┘
 
-    any ── lend ──► LENT ── give_back ──► as before
+    any ── swap_in ──► SWAPPED ── swap_out ──► as before
 
 Absent parameters, of another stage, hold nothing; they are made and filled in `step.standins.absent_tensors`.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 
 _HOLDS = "_hybrid_holds"  # attribute of a parameter that is gathered or freed
-_LOANS = "_hybrid_loans"  # attribute of a parameter that holds something else: how often it was lent
+_SWAPS = "_hybrid_swaps"  # attribute of a parameter that holds something else: how many swaps are open
 _KEEP: Any = object()
 
 
@@ -34,7 +34,7 @@ class State(Enum):
     SHARD = auto()  # this rank's shard: between steps, and in layers that compute on shards
     GATHERED = auto()  # what replicas shard, joined for a layer that runs; tensor ranks may still have shards of it
     FREED = auto()  # a stand-in of the gathered shape without memory: between a layer's forward and its backward
-    LENT = auto()  # something else for a while: a copy on the host or in float32, or the full one at an owner
+    SWAPPED = auto()  # something else for a while: a copy on the host or in float32, or the full one at an owner
     ABSENT = auto()  # nothing: it is of another stage
 
 
@@ -43,8 +43,8 @@ def state_of(parameter: Tensor) -> State:
     attributes = parameter.__dict__
     if is_absent(parameter):
         return State.ABSENT
-    if _LOANS in attributes:
-        return State.LENT
+    if _SWAPS in attributes:
+        return State.SWAPPED
     return cast(State, attributes.get(_HOLDS, State.SHARD if FULL_SHAPE in attributes else State.FULL))
 
 
@@ -100,17 +100,17 @@ def move(tensor: Tensor, content: Tensor) -> None:
     tensor.data = content
 
 
-def lend(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -> None:
-    """Let a parameter hold other data, of any shape, dtype and device, and another gradient, until `give_back`."""
-    parameter.__dict__[_LOANS] = parameter.__dict__.get(_LOANS, 0) + 1
+def swap_in(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -> None:
+    """Let a parameter hold other data, of any shape, dtype and device, and another gradient, until `swap_out`."""
+    parameter.__dict__[_SWAPS] = parameter.__dict__.get(_SWAPS, 0) + 1
     _put(parameter, data, gradient)
 
 
-def give_back(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -> None:
-    """Let a parameter hold again what it held before `lend`, of whatever shape."""
-    loans = parameter.__dict__.pop(_LOANS, 0)  # none if the code that lends has failed
-    if loans > 1:
-        parameter.__dict__[_LOANS] = loans - 1
+def swap_out(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -> None:
+    """Let a parameter hold again what it held before `swap_in`, of whatever shape."""
+    swaps = parameter.__dict__.pop(_SWAPS, 0)  # none if the code that swaps has failed
+    if swaps > 1:
+        parameter.__dict__[_SWAPS] = swaps - 1
     _put(parameter, data, gradient)
 
 

@@ -140,7 +140,7 @@ class Float32Step:
             with torch._C.DisableTorchFunction():  # modes of hooks, which show full parameters
                 for p, data, gradient in originals:
                     masters[id(p)] = self._float32_of(p, data)
-                    store.lend(p, masters[id(p)], None if gradient is None else gradient.float())
+                    store.swap_in(p, masters[id(p)], None if gradient is None else gradient.float())
             closure = {"closure": self._closure_that_ran(parameters)} if has_closure else {}
             with torch.enable_grad(), _default_float32():
                 self._original(**closure, **kwargs)
@@ -148,7 +148,7 @@ class Float32Step:
             with torch._C.DisableTorchFunction():
                 for p, data, gradient in originals:
                     value = p.data
-                    store.give_back(p, data, gradient)
+                    store.swap_out(p, data, gradient)
                     if value.dtype is torch.float32:
                         self._rounding(p, data, value)
                         self._keep(p, masters[id(p)], value)
@@ -212,12 +212,12 @@ class Float32Step:
         """Inside, parameters have the dtype float32, to which torch converts the states that it loads."""
         originals = [(p, p.data) for p in self._parameters() if p.dtype is torch.bfloat16]
         for p, data in originals:
-            store.lend(p, torch.zeros((), dtype=torch.float32, device=data.device).expand(data.shape))
+            store.swap_in(p, torch.zeros((), dtype=torch.float32, device=data.device).expand(data.shape))
         try:
             yield
         finally:
             for p, data in originals:
-                store.give_back(p, data)
+                store.swap_out(p, data)
 
 
 @contextlib.contextmanager

@@ -461,7 +461,7 @@ class ParameterGroup:
                 if parameter.grad is None:
                     self._gradients[name] = None
                 shard = parameter.data
-                store.give_back(parameter, data, None)
+                store.swap_out(parameter, data, None)
                 if name in self._placements and self.is_full and self.has_own_shards:
                     # What `reshard` writes back to the shard.
                     self._shard_of(name, self._full[name], self._rank).copy_(shard)
@@ -475,7 +475,7 @@ class ParameterGroup:
         for name in names:
             parameter = self.parameters[name]
             shard = self._shards.shown(name) if name in self._placements else parameter.data
-            store.lend(parameter, shard, self._gradients[name])
+            store.swap_in(parameter, shard, self._gradients[name])
 
     def _shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
         placement = self._placements.get(name)

@@ -44,11 +44,11 @@ class ShardedStep:
         originals = [(p, p.data, p.grad) for p in every if id(p) in self._placements]
         try:
             for p, data, gradient in originals:
-                store.lend(p, self._shard(p, data), None if gradient is None else self._shard(p, gradient))
+                store.swap_in(p, self._shard(p, data), None if gradient is None else self._shard(p, gradient))
             self._original(**kwargs)
         finally:
             for p, data, gradient in originals:
-                store.give_back(p, data, gradient)
+                store.swap_out(p, data, gradient)
         self._gather([p for p, _, _ in originals])
 
     @torch.no_grad()

@@ -305,11 +305,11 @@ def _swapped_data(full: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Replaces the data of parameters by the full tensors inside the context."""
     with torch._C.DisableTorchFunctionSubclass():  # tensor ranks may guard them: this is no read of user code
         local = {parameter: parameter.data for parameter in full}
-    _set_data(full, store.lend)
+    _set_data(full, store.swap_in)
     try:
         yield
     finally:
-        _set_data(local, store.give_back)
+        _set_data(local, store.swap_out)
 
 
 @below_read_guards

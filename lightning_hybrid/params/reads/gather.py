@@ -122,7 +122,7 @@ def _like(received: Tensor, absent: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Held:
+class _FullTensor:
     """A full tensor that is here.
 
     Attributes:
@@ -169,7 +169,7 @@ class GatherOnRead(TorchFunctionMode):
         # Where other stages are not read, what is absent here is of another stage, and left alone.
         here = (name for name in self._partial if stages.is_partial(name) or not is_absent(parameters[name]))
         self._names = {id(parameters[name]): name for name in here}
-        self._held: dict[int, _Held] = {}
+        self._full_tensors: dict[int, _FullTensor] = {}
         self._last_read = (False, -2)
 
     # -- what the subclasses answer ------------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ class GatherOnRead(TorchFunctionMode):
     def forget(self) -> None:
         """Drop full tensors: what ranks hold may change."""
         self._write_back()
-        for held in self._held.values():
+        for held in self._full_tensors.values():
             self._room += held.full.nbytes
-        self._held, self._last_read = {}, (False, -2)
+        self._full_tensors, self._last_read = {}, (False, -2)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on full tensors; what it writes to one is also written to what this rank holds."""
@@ -299,7 +299,7 @@ class GatherOnRead(TorchFunctionMode):
             return False
         if any(self._name_of(other) is not None for other in others) or self._is_kept(first):
             return False
-        if (held := self._held.pop(id(first), None)) is not None:
+        if (held := self._full_tensors.pop(id(first), None)) is not None:
             self._room += held.full.nbytes
         return True
 
@@ -326,18 +326,18 @@ class GatherOnRead(TorchFunctionMode):
             return torch.empty(self._shards.full_shape(fqn, tensor), dtype=tensor.dtype, device="meta")
 
     def _is_full(self, tensor: Any) -> bool:
-        return any(held.full is tensor for held in self._held.values())
+        return any(held.full is tensor for held in self._full_tensors.values())
 
     def _is_kept(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._held and self._held[id(tensor)].is_kept
+        return id(tensor) in self._full_tensors and self._full_tensors[id(tensor)].is_kept
 
-    def _hold(self, tensors: Mapping[int, tuple[str, Tensor]]) -> dict[int, _Held]:
+    def _hold(self, tensors: Mapping[int, tuple[str, Tensor]]) -> dict[int, _FullTensor]:
         """The full tensors of what this rank holds, by its id; collective if some are not here."""
-        missing = [tensors[key] for key in tensors if key not in self._held]
+        missing = [tensors[key] for key in tensors if key not in self._full_tensors]
         if missing:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._gather(missing if len(missing) > 1 else self._read_ahead(*missing[0]), busy=tensors)
-        return {key: self._held[key] for key in tensors}
+        return {key: self._full_tensors[key] for key in tensors}
 
     def _read_ahead(self, fqn: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """The tensor, with those after it if code reads one after the other."""
@@ -349,7 +349,7 @@ class GatherOnRead(TorchFunctionMode):
             for name in self._partial[position + 1 :]:
                 size += self._parameters[name].element_size() * self._shape_of(self._parameters[name], name).numel()
                 following = self._following(name, is_gradient=is_gradient)
-                if size > _AHEAD or following is None or id(following) in self._held:
+                if size > _AHEAD or following is None or id(following) in self._full_tensors:
                     break
                 found.append((name, following))
         self._last_read = is_gradient, position + len(found) - 1
@@ -365,7 +365,7 @@ class GatherOnRead(TorchFunctionMode):
         fulls = self._stages.send(tensors, contents)
         self._make_room(sum(full.nbytes for full in fulls), busy)
         for (name, tensor), full in zip(tensors, fulls, strict=True):
-            self._held[id(tensor)] = _Held(tensor, name, full, full._version)
+            self._full_tensors[id(tensor)] = _FullTensor(tensor, name, full, full._version)
             self._room -= full.nbytes
 
     def _joined(self, name: str, local: Tensor) -> Tensor:
@@ -373,18 +373,18 @@ class GatherOnRead(TorchFunctionMode):
         return by_rows(local, partial(self._shards.unshard, name))
 
     def _make_room(self, needed: int, busy: Mapping[int, Any]) -> None:
-        for key, held in list(self._held.items()):
+        for key, held in list(self._full_tensors.items()):
             if self._room >= needed:
                 return
             if not held.is_kept and key not in busy:
-                del self._held[key]
+                del self._full_tensors[key]
                 self._room += held.full.nbytes
 
     @torch.no_grad()
     def _write_back(self, always: Tensor | None = None) -> None:
         """Copy what code has written to full tensors to what this rank holds of them."""
         with torch._C.DisableTorchFunction():
-            for held in list(self._held.values()):
+            for held in list(self._full_tensors.values()):
                 if held.full is always or held.full._version != held.version:
                     held.version = held.full._version
                     self._write(held.name, held.full.detach(), held.tensor)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.params.reads.gather import GatherOnRead, OneStage, _Held
+from lightning_hybrid.params.reads.gather import GatherOnRead, OneStage, _FullTensor
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
@@ -50,24 +50,24 @@ class StepReads(GatherOnRead):
         """Free gathered tensors."""
         failed = bool(exception) and exception[0] is not None
         if failed:
-            self._held = {}
+            self._full_tensors = {}
         super().__exit__(*exception)
 
     def end(self, *, failed: bool) -> None:
         """Free gathered tensors, unless the step has failed with what it has written into them written back."""
         if failed:
-            self._held = {}
+            self._full_tensors = {}
         self.forget()
 
     def forget(self) -> None:
         """Free gathered tensors; the gradients of full parameters stay."""
-        for held in self._held.values():
+        for held in self._full_tensors.values():
             gradient, parameter = held.full.grad, held.tensor
             if gradient is not None and not is_absent(parameter) and gradient.shape == parameter.shape:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         super().forget()
 
-    def _hold(self, tensors: Mapping[int, tuple[str, Tensor]]) -> dict[int, _Held]:
+    def _hold(self, tensors: Mapping[int, tuple[str, Tensor]]) -> dict[int, _FullTensor]:
         found = super()._hold(tensors)
         for held in found.values() if torch.is_grad_enabled() else ():
             if held.tensor.requires_grad and not held.full.requires_grad:
@@ -79,7 +79,7 @@ class StepReads(GatherOnRead):
         self._agree_on(what)
 
     def _gradient(self, access: str, func: Any, args: Any) -> Any:
-        held = self._held.get(id(args[0]))
+        held = self._full_tensors.get(id(args[0]))
         return func(*args) if held is None else func(held.full, *args[1:])
 
     def _refuse(self, operation: str, tensor: Tensor) -> None:

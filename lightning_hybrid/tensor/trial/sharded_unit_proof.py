@@ -316,13 +316,13 @@ def _parameter_written_by(proof: Proof) -> str:
     large = {name: (data * 1000).to(data.dtype) for name, data in before.items()}  # outside of any range or norm
     try:
         for name, parameter in parameters.items():
-            store.lend(parameter, large[name].clone())
+            store.swap_in(parameter, large[name].clone())
         with contextlib.suppress(Exception):  # large numbers may overflow
             run_unsharded(proof.unit, proof.example, proof.first, backward=False)
         return next((name for name, p in parameters.items() if not torch.equal(p.data, large[name])), "")
     finally:
         for name, parameter in parameters.items():
-            store.give_back(parameter, before[name])
+            store.swap_out(parameter, before[name])
 
 
 def _are_equal(a: Any, b: Any) -> bool:
