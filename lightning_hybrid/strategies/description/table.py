@@ -33,11 +33,10 @@ from lightning_hybrid.strategies.description.memory import (
     memory_of_stages,
 )
 from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.slow_links.connect import describe_slow_links
 from lightning_hybrid.text import columns, sized, spanned
 
 if TYPE_CHECKING:
-    from lightning_hybrid.strategies.run.partition import ModulePartition
+    pass
 
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
@@ -78,12 +77,11 @@ class StartTable:
         return "\n".join([*self.layout, *self.rest, f"{len(self.details)} lines on stages and layers: {path}"])
 
 
-def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequence[Optimizer]) -> StartTable:
+def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
     """Return the start table: sizes, stages, messages, and what each technique found.
 
     Args:
         run: Built, or only planned.
-        partition: The decisions on it; None where no runner is needed.
         optimizers: Of the Trainer, in a run that trains.
     """
     setting = run.setting
@@ -147,7 +145,7 @@ def describe_techniques(run: Run) -> list[str]:
         lines.append(f"offloaded: {', '.join(stores)}")
     if options.optimizer_in_backward and setting.is_fitting:
         lines.append("optimizer: each layer is stepped in the backward, and its gradients are freed")
-    return lines + describe_slow_links(setting.trainer)
+    return lines
 
 
 def _describe_layout(layout: ParallelLayout) -> str:
@@ -223,18 +221,17 @@ def _units(assignment: Assignment, stage: int) -> str:
 
 
 @only_informs("the start table")
-def announce_run(run: Run, partition: ModulePartition | None, *, with_environment: bool) -> None:
+def announce_run(run: Run, *, with_environment: bool) -> None:
     """Print what a run does under its layout; on the first rank only, without any communication.
 
     Args:
         run: With optimizers, if it trains.
-        partition: The decisions on it; None where no runner is needed.
         with_environment: Whether to print the ranks, the precision and the versions, which no layout changes.
     """
     setting = run.setting
     if setting.world.mesh.rank:
         return
-    table = describe_run(run, partition, setting.trainer.optimizers if setting.is_fitting else [])
+    table = describe_run(run, setting.trainer.optimizers if setting.is_fitting else [])
     table = dataclasses.replace(table, rest=[*table.rest, *describe_offload_on_cpu(setting)])
     if with_environment:
         table = dataclasses.replace(table, layout=[*table.layout, *describe_environment(setting)])
