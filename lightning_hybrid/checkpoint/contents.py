@@ -11,8 +11,7 @@ from lightning_hybrid.checkpoint import folder
 from lightning_hybrid.checkpoint.convert import read_file
 from lightning_hybrid.checkpoint.flat import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.read import SavedFolder
-from lightning_hybrid.checkpoint.torch_writer import Tell, tell_nothing
-from lightning_hybrid.checkpoint.write import covered
+from lightning_hybrid.checkpoint.write import Tell, covered, tell_nothing
 from lightning_hybrid.text import columns
 
 _OPTIONS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.flat import OPTIMIZERS, named_state, put_tensors, torch_state
 from lightning_hybrid.checkpoint.read import ReadRequest, SavedFolder
-from lightning_hybrid.checkpoint.torch_writer import Tell, tell_nothing
-from lightning_hybrid.checkpoint.write import prepare, write
+from lightning_hybrid.checkpoint.write import Tell, prepare, tell_nothing, write
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
 
@@ -89,9 +89,7 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Te
         CheckpointError: It is no checkpoint, or cannot be written.
     """
     state, about = read_file(source, weights_only=weights_only)
-    save = prepare(state, target, None, about)
-    save.tell = tell
-    write(save, None)
+    write(replace(prepare(state, target, None, about), tell=tell), None)
 
 
 def read_file(source: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:

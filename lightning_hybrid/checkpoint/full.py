@@ -7,7 +7,7 @@ ordinary ``.ckpt``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,19 +17,20 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.optimizers.trial import can_step_shards, is_of_torch, state_shapes
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 
 _LISTED = 4
 
 
 def gather_module_state(
-    root: nn.Module, plan: StagePlan, shards: LocalShards | None = None, *, is_copy: bool = False, keep: bool = True
+    root: nn.Module, plan: StagePlan, shards: LocalShards, *, is_copy: bool = False, keep: bool = True
 ) -> dict[str, Any]:
     """Gather the full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a model copy.
 
@@ -44,7 +45,7 @@ def gather_module_state(
         name = names[id(tensor)]
         owner = plan.ranks_of(name)[0] if id(tensor) in parameters else buffers.get(id(tensor), 0)
         if owner == plan.rank:
-            value = tensor.detach() if shards is None else shards.unshard(name, tensor.detach())
+            value = shards.unshard(name, tensor.detach())
             if keep:
                 local_values[name] = value.detach().cpu()
     if not keep:
@@ -125,7 +126,7 @@ def _gather_on_first(plan: StagePlan, local_values: Mapping[str, Any]) -> dict[s
 
 
 def load_module_state(
-    root: nn.Module, state: Mapping[str, Any], shards: LocalShards | None = None, *, strict: bool, prefix: str = ""
+    root: nn.Module, state: Mapping[str, Any], shards: LocalShards, *, strict: bool, prefix: str = ""
 ) -> None:
     """Load a full state dict into this rank's parameters, or shards of them.
 
@@ -143,7 +144,7 @@ def load_module_state(
                 continue
             name = key.removeprefix(prefix)
             if not is_absent(value):
-                value.copy_(state[key] if shards is None else shards.shard_of(name, value, state[key]))
+                value.copy_(shards.shard_of(name, value, state[key]))
 
 
 def shard_loading_hook(shards: LocalShards, root: nn.Module) -> Callable[..., None]:
@@ -165,7 +166,7 @@ def shard_loading_hook(shards: LocalShards, root: nn.Module) -> Callable[..., No
 
 
 def state_mismatches(
-    root: nn.Module, state: Mapping[str, Any], shards: LocalShards | None = None, *, strict: bool, prefix: str = ""
+    root: nn.Module, state: Mapping[str, Any], shards: LocalShards, *, strict: bool, prefix: str = ""
 ) -> str:
     """Describe the names and shapes of a full state dict that do not match the module; "" if all match.
 
@@ -179,7 +180,7 @@ def state_mismatches(
     for key, value in module_state.items():
         if not isinstance(value, Tensor) or not isinstance(state.get(key), Tensor):
             continue
-        shape = tuple(value.shape if shards is None else shards.full_shape(key.removeprefix(prefix), value))
+        shape = tuple(shards.full_shape(key.removeprefix(prefix), value))
         if shape != tuple(state[key].shape):
             differences.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {shape} in the model")
     if not differences:
@@ -192,18 +193,18 @@ def state_mismatches(
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, plan: StagePlan, shards: LocalShards | None = None, *, keep: bool = True
+    optimizer: Optimizer, plan: StagePlan, shards: LocalShards, *, keep: bool = True
 ) -> dict[str, Any]:
     """Gather the full state dict of an optimizer on pipeline rank 0, an empty one elsewhere; collective."""
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     local_entries = {}
-    entries = state["state"] if shards is None else shards.owners.gather_states(state["state"], parameters)
-    for key, entry in entries.items():
-        if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
-            is_sharded = shards is not None and isinstance(key, int) and parameters[key] not in shards.owners
-            parameter = parameters[key] if is_sharded else None
-            full = map_leaves(partial(_gather_leaf, parameter, shards), entry)
+    for key, entry in shards.owners.gather_states(state["state"], parameters).items():
+        # Optimizers that read full parameters have states of those of other stages too.
+        if not (isinstance(key, int) and is_absent(parameters[key])):
+            full = entry
+            if isinstance(key, int) and parameters[key] not in shards.owners:
+                full = map_leaves(partial(_gather_leaf, parameters[key], shards), entry)
             if keep:
                 # In host memory at once: a device that holds shards has no room for full states of all parameters.
                 local_entries[key] = map_leaves(on_host, full)
@@ -217,30 +218,75 @@ def gather_optimizer_state(
     return {**state, "state": {key: merged[key] for key in order}}
 
 
-def _gather_leaf(parameter: Tensor | None, shards: LocalShards | None, leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.detach()
-    return leaf if shards is None or parameter is None else shards.full_state_of(parameter, leaf)
+def _gather_leaf(parameter: Tensor, shards: LocalShards, leaf: Any) -> Any:
+    return shards.full_state_of(parameter, leaf.detach()) if isinstance(leaf, Tensor) else leaf
 
 
-def local_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], shards: LocalShards | None = None
-) -> dict[str, Any]:
+def local_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], shards: LocalShards) -> dict[str, Any]:
     """Select this rank's parameters from a full optimizer state, and shard their entries."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
-    if shards is not None:  # one rank has the states of parameters that are stepped in full
-        owners = shards.owners
-        absent |= {n for n, p in zip(numbers, parameters, strict=False) if not owners.has_states_of(p)}
-    entries = {number: entry for number, entry in state["state"].items() if number not in absent}
-    if shards is not None:
-        by_number = dict(zip(numbers, parameters, strict=False))
-        entries = {
-            number: map_leaves(partial(shards.shard_of_state, by_number[number]), entry)
-            if number in by_number
-            else entry
-            for number, entry in entries.items()
-        }
+    by_number = dict(zip(numbers, parameters, strict=False))
+    # One rank has the states of parameters that are stepped in full.
+    elsewhere = {n for n, p in by_number.items() if is_absent(p) or not shards.owners.has_states_of(p)}
+    entries = {}
+    for number, entry in state["state"].items():
+        if number in by_number and number not in elsewhere:
+            entries[number] = map_leaves(partial(shards.shard_of_state, by_number[number]), entry)
+        elif number not in elsewhere:
+            entries[number] = entry
     return {**state, "state": entries}
+
+
+def check_state_shapes(
+    optimizer: Optimizer, entries: Mapping[Any, Any], names: Sequence[str], *, is_sharded: bool
+) -> None:
+    """Check that states have the shapes that an optimizer gives them; alike on all ranks, and without messages.
+
+    Args:
+        optimizer: Built; it steps parameters of any shapes, or shards of them.
+        entries: The states to load, full tensors of any device, by the number of the parameter.
+        names: FQNs of the optimizer's parameters, by number.
+        is_sharded: Whether ranks hold shards of parameters: then an optimizer of the user's is tried too.
+
+    Raises:
+        CheckpointError: A state has another shape.
+    """
+    for number, (group, parameter) in enumerate(_parameters(optimizer)):
+        entry, shape = entries.get(number), full_shape(parameter)
+        found = _tensors(entry)
+        if not found:
+            continue
+        expected = _expected(optimizer, group, parameter, found, is_sharded=is_sharded)
+        for name, value in found.items():
+            if expected.get(name, tuple(value.shape)) != tuple(value.shape):
+                raise CheckpointError(
+                    f"the checkpoint does not fit {type(optimizer).__name__}: the state {name!r} of {names[number]} has"
+                    f" shape {tuple(value.shape)} in the checkpoint, not {expected[name]}, and the parameter has"
+                    f" {shape}; load a checkpoint of this model and optimizer that was saved in full",
+                    entry="other-optimizer",
+                )
+
+
+def _expected(
+    optimizer: Optimizer, group: int, parameter: Tensor, found: Mapping[str, Tensor], *, is_sharded: bool
+) -> dict[str, tuple[int, ...]]:
+    shape = full_shape(parameter)
+    if is_of_torch(optimizer):
+        return state_shapes(optimizer, group, shape, parameter.dtype) or {}
+    if not is_sharded or not can_step_shards(optimizer):
+        return {}
+    return {name: shape for name, value in found.items() if value.dim() == len(shape)}
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            yield number, parameter
+
+
+def _tensors(entry: Any) -> dict[str, Tensor]:
+    """States of more than one number; those of classes of their own are quantized, in blocks."""
+    if not isinstance(entry, dict):
+        return {}
+    return {name: value for name, value in entry.items() if type(value) is Tensor and value.dim()}

@@ -22,7 +22,7 @@ from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, full_shape, is_absent
 
@@ -120,12 +120,11 @@ def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:
 class LocalState:
     """The local state of one rank: its shards of the module and of the optimizers."""
 
-    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: LocalShards | None) -> None:
+    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: LocalShards) -> None:
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._plan = plan if plan is not None and plan.is_partitioned else None
-        self._axis_cuts = [] if shards is None else list(shards.shardings)
-        self._owners = None if shards is None else shards.owners
+        self._axis_cuts, self._owners = shards.shardings, shards.owners
         self._mesh = mesh
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
@@ -149,14 +148,11 @@ class LocalState:
 
     def has_states_of(self, parameter: Tensor) -> bool:
         """Whether this rank keeps optimizer states of a parameter of any shape."""
-        return self._owners is None or self._owners.has_states_of(parameter)
+        return self._owners.has_states_of(parameter)
 
     def has_sharded_states(self, parameter: Tensor) -> bool:
         """Whether this rank has shards of those optimizer states that have the parameter's full shape."""
-        return self.is_sharded(parameter) and not self._has_owner(parameter)
-
-    def _has_owner(self, parameter: Tensor) -> bool:
-        return self._owners is not None and parameter in self._owners
+        return self.is_sharded(parameter) and parameter not in self._owners
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """The state dict of the module, or of a copy that is sharded like it; all keys on every rank.
@@ -236,7 +232,7 @@ class LocalState:
         names = self.names_of(optimizer)
         entries: dict[Any, Any] = {}
         for key, entry in state["state"].items():
-            if any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
+            if isinstance(key, int) and is_absent(parameters[key]):
                 continue
             entry = subclasses_as_dicts(entry)
             if isinstance(key, int):
@@ -256,7 +252,7 @@ class LocalState:
     def _shards_of_state(self, name: str, parameter: Tensor | None, leaf: Tensor) -> OwnedShards:
         if parameter is None or name.startswith("#"):
             return unsharded(leaf, counts=self._pp == self._tp == 0)
-        if self._has_owner(parameter):
+        if parameter in self._owners:
             counts, written_by = self._writers(name)
             return unsharded(leaf, counts=counts, written_by=written_by)
         shape = full_shape(parameter)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.optimizers.offloaded import OffloadedStates
 from lightning_hybrid.optimizers.replacement import replace_step
 from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile
+from lightning_hybrid.params import store
 
 
 class AllParametersStep(OffloadedStates):
@@ -67,7 +68,7 @@ class AllParametersStep(OffloadedStates):
             for slot in self._by_address.values():
                 slot.region.read_ahead()
         for p, value in self._states():
-            value.data = value.to(p.device)
+            store.move(value, value.to(p.device))
         try:
             return self._original(*args, **kwargs)
         finally:
@@ -80,7 +81,7 @@ class AllParametersStep(OffloadedStates):
             self._offload_to(self.file)
         else:
             for _, value in self._states():
-                value.data = value.to(self._states_on)
+                store.move(value, value.to(self._states_on))
         for region in self._regions:
             region.evict()
 
@@ -95,7 +96,7 @@ class AllParametersStep(OffloadedStates):
             if slot is None:
                 file.extend([value.nbytes])
             region = Region(file, len(file.maps) - 1) if slot is None else slot.region
-            value.data = region.tensor(0, value).copy_(value)
+            store.move(value, region.tensor(0, value).copy_(value))
             storage = StorageWeakRef(value.untyped_storage())
             self._by_address[_address(value)] = _FileRegion(region, value.nbytes, storage)
         for slot in self._by_address.values():

@@ -27,6 +27,7 @@ from lightning_hybrid.optimizers.replacement import (
 from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile, aligned, state_tensors
 from lightning_hybrid.optimizers.subset import only_parameters, without_step_hooks
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, state_element_sizes
+from lightning_hybrid.params import store
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
@@ -191,18 +192,14 @@ class LayerwiseStep(OffloadedStates):
         moved = [p for p in members if p.device != self._states_on]
         originals = [(p, p.data, p.grad) for p in moved]
         for p, data, grad in originals:
-            p.grad = None
-            p.data = data.to(self._states_on)
-            p.grad = None if grad is None else grad.to(self._states_on)
+            store.swap_in(p, data.to(self._states_on), None if grad is None else grad.to(self._states_on))
             self._move_states(self._optimizer.state.get(p, {}))
         try:
             self._original(**kwargs)
         finally:
             for p, data, grad in originals:
                 data.copy_(p.data)
-                p.grad = None
-                p.data = data
-                p.grad = grad
+                store.swap_out(p, data, grad)
         self._put_in_file(number, members)
         for region in self._regions[number]:
             region.evict()

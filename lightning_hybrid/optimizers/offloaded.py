@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optimizers.state_file import Region, StateFile
+from lightning_hybrid.params import store
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -62,7 +63,7 @@ class OffloadedStates(ABC):
 
         for _, value in self._states():
             if self.is_in_file(value):
-                value.data = torch.full_like(value, float("nan")) if is_lost else value.clone()
+                store.move(value, torch.full_like(value, float("nan")) if is_lost else value.clone())
         self._undo()
         if self.file is not None:
             self.file.close()

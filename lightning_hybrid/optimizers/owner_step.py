@@ -27,6 +27,7 @@ from lightning_hybrid.optimizers.replacement import (
     call_step_hooks,
     step_after_closure,
 )
+from lightning_hybrid.params import store
 from lightning_hybrid.params.owners import axes_of
 from lightning_hybrid.params.placement import Shard, join, shard_tensor
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
@@ -149,9 +150,7 @@ class OwnerStep:
             for name, (value, gradient) in found.items():
                 p = self._parameters[name]
                 device = p.device
-                p.grad = None
-                p.data = value.to(device)
-                p.grad = None if gradient is None else gradient.to(device)
+                store.swap_in(p, value.to(device), None if gradient is None else gradient.to(device))
             found.clear()
             if originals:
                 stepped = {id(p) for p, *_ in originals}
@@ -161,9 +160,7 @@ class OwnerStep:
             results: dict[int, Tensor] = {}
             for p, data, gradient in originals:
                 results[id(p)] = p.data
-                p.grad = None
-                p.data = data
-                p.grad = gradient
+                store.swap_out(p, data, gradient)
         full = {name: results[id(p)] for name, p in self._parameters.items() if id(p) in results}
         for name, local in self._scatter(names, full).items():
             self._parameters[name].data.copy_(local)

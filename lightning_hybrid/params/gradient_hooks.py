@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.params import store
 from lightning_hybrid.params.guards import unguarded
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import around
@@ -92,13 +93,12 @@ def _call_on_full_parameter(cuts: _Cuts, parameter: nn.Parameter, hook: Callable
         hook(parameter)
         return
     before = full.clone()
-    parameter.grad, parameter.data = None, full
-    parameter.grad = cuts.full(gradient)
+    store.swap_in(parameter, full, cuts.full(gradient))
     try:
         hook(parameter)
     finally:
         full, full_gradient = parameter.data, parameter.grad
-        parameter.grad, parameter.data = None, local
+        store.swap_out(parameter, local, None)
     with torch.no_grad():
         if not torch.equal(full, before):
             local.copy_(cuts.shard_of(full, local))

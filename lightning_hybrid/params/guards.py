@@ -10,13 +10,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import wraps
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules._functions import BackwardHookFunction
 
+from lightning_hybrid.params import store
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
@@ -171,12 +172,12 @@ def unguarded(parameter: nn.Parameter) -> Iterator[None]:
     """Inside, a parameter that may be guarded is an ordinary one: it holds its full tensor."""
     gathers = parameter.__dict__.pop(_GATHER, None)
     if gathers is not None:
-        cast(Any, parameter).__class__ = nn.Parameter
+        store.set_class(parameter, nn.Parameter)
     try:
         yield
     finally:
         if gathers is not None:
-            cast(Any, parameter).__class__ = GuardedParameter
+            store.set_class(parameter, GuardedParameter)
             parameter.__dict__[_GATHER] = gathers
 
 
@@ -202,7 +203,7 @@ def guard(parameters: Iterable[nn.Parameter], level: Level, gather: GatherCallba
     """Gather parameters that one axis sharded before they are read, from now on; skips what `can_guard` excludes."""
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
-            cast(Any, parameter).__class__ = GuardedParameter
+            store.set_class(parameter, GuardedParameter)
             parameter.__dict__[_GATHER] = {}
         if type(parameter) is GuardedParameter:
             parameter.__dict__[_GATHER][level] = gather
@@ -216,7 +217,7 @@ def unguard(parameters: Iterable[nn.Parameter], level: Level) -> None:
             gathers.pop(level, None)
             if not gathers:
                 parameter.__dict__.pop(_GATHER, None)
-                cast(Any, parameter).__class__ = nn.Parameter
+                store.set_class(parameter, nn.Parameter)
 
 
 class OutsideLayerGuard:

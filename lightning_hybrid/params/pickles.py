@@ -28,19 +28,18 @@ _ADVICE = (
 )
 
 
-def copy_full_parameter(parameter: Tensor, shape: torch.Size) -> None:
-    """Let copies and pickles of a parameter of any shape, now a shard on this rank, be of the full ``shape``.
+def guard_copies(parameter: Tensor) -> None:
+    """Let copies and pickles of a parameter of any shape, now a shard on this rank, be full, or raise at once.
 
     The parameter's ``data`` is the shard, except where a mode shows the full one.
     """
-    parameter.__dict__[FULL_SHAPE] = shape
     parameter.__dict__[_DEEPCOPY] = partial(_copy_full, parameter)
     copyreg.dispatch_table.setdefault(type(parameter), _pickle_parameter)
 
 
-def copy_local_parameter(parameter: Tensor) -> None:
-    """Undo ``copy_full_parameter``: this rank has the parameter in its full shape again."""
-    del parameter.__dict__[FULL_SHAPE], parameter.__dict__[_DEEPCOPY]
+def copy_as_is(parameter: Tensor) -> None:
+    """Undo ``guard_copies``: this rank has the parameter in its full shape again."""
+    del parameter.__dict__[_DEEPCOPY]
 
 
 def _copy_full(parameter: Tensor, memo: dict[int, Any]) -> Any:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
+from lightning_hybrid.params import store
 from lightning_hybrid.params.owners import ParameterOwners
-from lightning_hybrid.params.pickles import copy_full_parameter, copy_local_parameter
+from lightning_hybrid.params.pickles import copy_as_is, guard_copies
 from lightning_hybrid.params.placement import Shard, join, padded, shard_tensor
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 
@@ -88,6 +89,10 @@ class LocalShards:
     def has_repeated_shards(self) -> bool:
         """Whether some ranks hold the same shard of a parameter."""
         return any(p.is_repeated(axis.group.size()) for axis in self.shardings for p in axis.placements.values())
+
+    def over(self, axis: str) -> LocalShards:
+        """Those along one axis of the mesh."""
+        return LocalShards(self._root, [sharding for sharding in self.shardings if sharding.axis == axis])
 
     # -- sharding and gathering, by FQN --------------------------------------------------------------------------------
 
@@ -162,9 +167,8 @@ class LocalShards:
         names = self.names
         for name, parameter in root.named_parameters():
             if name in names and not is_absent(parameter):
-                shape = parameter.shape
-                parameter.data = self.shard(name, parameter.detach()).contiguous()
-                copy_full_parameter(parameter, shape)
+                store.shard(parameter, self.shard(name, parameter.detach()).contiguous())
+                guard_copies(parameter)
 
     @torch.no_grad()
     def unshard_parameters(self, root: nn.Module | None = None, device: torch.device | None = None) -> None:
@@ -174,35 +178,27 @@ class LocalShards:
             root: A copy of the module that is sharded in the same way; the module itself if None.
             device: Where full parameters stay, each moved once it is gathered; where shards are if None.
         """
-        for name, parameter in (root or self._root).named_parameters():
-            if FULL_SHAPE in parameter.__dict__ and not is_absent(parameter):
-                full = self.unshard(name, parameter.detach())
-                parameter.data = full if device is None else full.to(device)
-                parameter.grad = None
-                copy_local_parameter(parameter)
+        for name, parameter in store.sharded_in(root or self._root):
+            full = self.unshard(name, parameter.detach())
+            store.unshard(parameter, full if device is None else full.to(device))
+            copy_as_is(parameter)
 
     @contextlib.contextmanager
     @torch.no_grad()
     def summon_full_parameters(self) -> Iterator[None]:
         """Inside, parameters are full on every rank; collective (FSDP: ``summon_full_params``)."""
-        sharded = [
-            (name, parameter, parameter.data, parameter.grad)
-            for name, parameter in self._root.named_parameters()
-            if FULL_SHAPE in parameter.__dict__ and not is_absent(parameter)
-        ]
+        sharded = [(name, p, p.data, p.grad) for name, p in store.sharded_in(self._root)]
         for name, parameter, local, _ in sharded:
-            parameter.grad = None
-            parameter.data = self.unshard(name, local)
+            store.swap_in(parameter, self.unshard(name, local), None)
         try:
             yield
         finally:
             for _, parameter, local, gradient in sharded:
-                is_shard = gradient is not None and gradient.shape == local.shape  # until it is averaged it is full
-                if not is_shard:
+                if gradient is None or gradient.shape == local.shape:
+                    store.swap_out(parameter, local, gradient)
+                else:  # until it is averaged it is full, and torch sets it beside full data alone
                     parameter.grad = gradient
-                parameter.data = local
-                if is_shard:
-                    parameter.grad = gradient
+                    store.swap_out(parameter, local)
 
     # -- counting each element once ------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lightning_hybrid.collectives.agreement import NumberExchange, digest
 from lightning_hybrid.collectives.tensors import broadcast_buffer
 from lightning_hybrid.params.reads.agreement import HookAgreement, Meet
-from lightning_hybrid.params.reads.operations import GatheredParameters
+from lightning_hybrid.params.reads.gather import Stages
+from lightning_hybrid.params.reads.steps import StepReads
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
@@ -93,13 +94,11 @@ class UnpartitionedSteps:
         self.names.add(name)
         self._warn(name, reason)
 
-    def gathering_mode(self, agree_on: Callable[[str], None], room: int) -> GatheredParameters:
+    def gathering_mode(self, agree_on: Callable[[str], None], room: int) -> StepReads:
         """The mode that gathers parameters when a step reads them."""
-        parameters = dict(self._root.named_parameters())
-        device, holders = self._randomness.device, self._plan.ranks_of
-        return GatheredParameters(
-            parameters, holders, self._plan.group, self._parts(), device, agree_on=agree_on, room=room
-        )
+        stages = Stages(self._plan.ranks_of, self._plan.group, self._randomness.device)
+        parameters, shards = dict(self._root.named_parameters()), self._parts() or LocalShards(self._root, ())
+        return StepReads(parameters, shards, stages, agree_on, room=room)
 
     def is_gathered_on_read(self, name: str) -> bool:
         """Whether some rank of the replica does not hold the full parameter."""
@@ -114,7 +113,7 @@ class UnpartitionedSteps:
         parts = self._parts()
         return set() if parts is None else {cut.axis for cut in parts.shardings if name in cut.placements}
 
-    def gather_when_read(self, where: str) -> GatheredParameters:
+    def gather_when_read(self, where: str) -> StepReads:
         """The mode that gathers parameters which code outside of steps reads; collective over the replica.
 
         Args:

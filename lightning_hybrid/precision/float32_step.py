@@ -28,6 +28,7 @@ from lightning_hybrid.errors import PrecisionError
 from lightning_hybrid.optimizers.replacement import STEP_HOOKS, replace_step
 from lightning_hybrid.optimizers.subset import only_parameters
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
+from lightning_hybrid.params import store
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -139,18 +140,15 @@ class Float32Step:
             with torch._C.DisableTorchFunction():  # modes of hooks, which show full parameters
                 for p, data, gradient in originals:
                     masters[id(p)] = self._float32_of(p, data)
-                    p.grad = None
-                    p.data = masters[id(p)]
-                    p.grad = None if gradient is None else gradient.float()
+                    store.swap_in(p, masters[id(p)], None if gradient is None else gradient.float())
             closure = {"closure": self._closure_that_ran(parameters)} if has_closure else {}
             with torch.enable_grad(), _default_float32():
                 self._original(**closure, **kwargs)
         finally:
             with torch._C.DisableTorchFunction():
                 for p, data, gradient in originals:
-                    value, p.grad = p.data, None
-                    p.data = data
-                    p.grad = gradient
+                    value = p.data
+                    store.swap_out(p, data, gradient)
                     if value.dtype is torch.float32:
                         self._rounding(p, data, value)
                         self._keep(p, masters[id(p)], value)
@@ -214,12 +212,12 @@ class Float32Step:
         """Inside, parameters have the dtype float32, to which torch converts the states that it loads."""
         originals = [(p, p.data) for p in self._parameters() if p.dtype is torch.bfloat16]
         for p, data in originals:
-            p.data = torch.zeros((), dtype=torch.float32, device=data.device).expand(data.shape)
+            store.swap_in(p, torch.zeros((), dtype=torch.float32, device=data.device).expand(data.shape))
         try:
             yield
         finally:
             for p, data in originals:
-                p.data = data
+                store.swap_out(p, data)
 
 
 @contextlib.contextmanager

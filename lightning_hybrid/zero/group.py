@@ -13,14 +13,14 @@ dtype, rank by rank, each rank's shard padded to the size of the largest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.optimizers.state_file import Region
+from lightning_hybrid.params import store
 from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, guard, unguard
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.params.shards import AxisSharding
@@ -42,7 +42,6 @@ class ParameterGroup:
         keeps_full: Whether the memory of full parameters is kept between steps.
         is_full: Whether the parameters hold full tensors.
         trained: FQNs of those that take gradients in this step.
-        on_read: Gathers them for code outside the layer; None where no such code reads them.
         messages: In which their gradients are reduced.
     """
 
@@ -79,7 +78,7 @@ class ParameterGroup:
         shards = {name: parameters[name].data for name in self._placements}
         self._shards = StoredShards(shards, devices or StorageDevices.of((), self._empty.device), region)
         for name in self._placements:
-            parameters[name].data = self._shards.shown(name)
+            store.reshard(parameters[name], self._shards.shown(name))
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.messages = GradientMessages(shapes, self._placements, ranks, sparse)
         self._offsets, self._shard_numel = offsets_of(
@@ -95,12 +94,27 @@ class ParameterGroup:
         self._is_pinned = False
         self._state_at_pin: dict[str, tuple[int, int]] = {}
         self.trained: list[str] = []
-        self.on_read: GatherCallbacks | None = None
+        self._on_read: GatherCallbacks | None = None  # gathers for code outside the layer, where such code is guarded
         self._is_read = False
-        self.num_missing = 0  # gradients that the backward has not accumulated yet
-        self.gather_group = ranks.shard
+        self._gather_group = ranks.shard
         self.observer: GradientObserver | None = None
-        self.on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
+        self._on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
+
+    def train(self, names: Sequence[str]) -> None:
+        """Reduce the gradients of these parameters, from the next backward on."""
+        self.trained = list(names)
+
+    def gather_through(self, ranks: dist.ProcessGroup) -> None:
+        """Send shards through a group of the same ranks that nothing else uses."""
+        self._gather_group = ranks
+
+    def guard_reads(self, gather: GatherCallbacks) -> None:
+        """Gather parameters when code outside the layer reads them."""
+        self._on_read = gather
+
+    def call_on_averages(self, call: Callable[[ParameterGroup], None]) -> None:
+        """Call a function once averages are in the shards."""
+        self._on_averages = call
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +144,7 @@ class ParameterGroup:
             message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
         self._shards.evict_from_memory()
         received = message.new_empty(self._size * message.numel())
-        return all_gather_single(received, message, group=self.gather_group, async_op=True), received
+        return all_gather_single(received, message, group=self._gather_group, async_op=True), received
 
     @torch.no_grad()
     @below_read_guards
@@ -166,7 +180,7 @@ class ParameterGroup:
             if name not in self._gradients:
                 self._set_gradient_aside(name, parameter)
             if name in self._placements:
-                parameter.data = self._full[name]
+                store.gather(parameter, self._full[name])
         self.is_full = True
 
     def _unpack(self, name: str, received: Tensor) -> None:
@@ -193,17 +207,15 @@ class ParameterGroup:
             self._copy_rebound()
             self._write_back()
             for name in self._placements:
-                data = self.parameters[name].data
-                content: Any = float("nan") if data.is_floating_point() or data.is_complex() else 0
-                self.parameters[name].data = data.new_full((), content).expand(data.shape)
+                store.free(self.parameters[name])
             self._full = {}
             self.is_full = False
             self.gather_on_read()
 
     def gather_on_read(self) -> None:
         """Gather the group when code outside its layer reads a parameter, until the step ends."""
-        if self.on_read is not None and not self.is_full:
-            guard([self.parameters[name] for name in self._placements], "replicas", self.on_read)
+        if self._on_read is not None and not self.is_full:
+            guard([self.parameters[name] for name in self._placements], "replicas", self._on_read)
 
     def gather_until_step_end(self) -> None:
         """Gather the parameters and keep them full until the step ends: code outside the layer reads them."""
@@ -226,7 +238,7 @@ class ParameterGroup:
         for name in self._gradients:  # of parameters that were gathered; others show their shards already
             self.parameters[name].grad = None
         for name in self._placements:
-            self.parameters[name].data = self._shards.shown(name)
+            store.reshard(self.parameters[name], self._shards.shown(name))
         for name, gradient in self._gradients.items():
             if gradient is not None and name in self._placements:
                 gradient = self._shards.shown_gradient(gradient)
@@ -280,7 +292,7 @@ class ParameterGroup:
             return
         for name in self._shards.move_to_storage():
             self._set_gradient_aside(name, self.parameters[name])
-            self.parameters[name].data = self._shards[name]
+            store.move(self.parameters[name], self._shards[name])
 
     def _set_gradient_aside(self, name: str, parameter: nn.Parameter) -> None:
         """Set the gradient of earlier batches aside while a step runs."""
@@ -300,7 +312,7 @@ class ParameterGroup:
         if self.region is not None and not self.region.file.is_complete:
             for name, parameter in self.parameters.items():
                 if name in self._placements and parameter.data_ptr() == self._shards.address(name):
-                    parameter.data = torch.full_like(parameter.data, float("nan"))
+                    store.move(parameter, torch.full_like(parameter.data, float("nan")))
 
     def pin(self) -> None:
         """Gather, and reshard without freeing: until `unpin`, gathers need no other rank."""
@@ -419,8 +431,8 @@ class ParameterGroup:
             new = self._gradients[name] = new.clone() if before is None else before + new
             if self.observer is not None:
                 self.observer.after_reduce(self.parameters[name], new)
-        if self.on_averages is not None:
-            self.on_averages(self)
+        if self._on_averages is not None:
+            self._on_averages(self)
 
     def compress(self, average: CompressedAverage) -> None:
         """Average gradients in compressed form from now on; sparse ones are sent as they are."""
@@ -448,8 +460,8 @@ class ParameterGroup:
             for name, parameter, data in zip(names, parameters, full, strict=True):
                 if parameter.grad is None:
                     self._gradients[name] = None
-                parameter.grad = None
-                shard, parameter.data = parameter.data, data
+                shard = parameter.data
+                store.swap_out(parameter, data, None)
                 if name in self._placements and self.is_full and self.has_own_shards:
                     # What `reshard` writes back to the shard.
                     self._shard_of(name, self._full[name], self._rank).copy_(shard)
@@ -462,10 +474,8 @@ class ParameterGroup:
             self._write_back()
         for name in names:
             parameter = self.parameters[name]
-            parameter.grad = None
-            if name in self._placements:
-                parameter.data = self._shards.shown(name)
-            parameter.grad = self._gradients[name]
+            shard = self._shards.shown(name) if name in self._placements else parameter.data
+            store.swap_in(parameter, shard, self._gradients[name])
 
     def _shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
         placement = self._placements.get(name)

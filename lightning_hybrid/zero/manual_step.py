@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optimizers.replacement import step_after_closure
+from lightning_hybrid.params import store
 from lightning_hybrid.params.placement import Shard, join, padded
 from lightning_hybrid.zero.group import all_gather_single
 
@@ -43,15 +44,11 @@ class ShardedStep:
         originals = [(p, p.data, p.grad) for p in every if id(p) in self._placements]
         try:
             for p, data, gradient in originals:
-                p.grad = None
-                p.data = self._shard(p, data)
-                p.grad = None if gradient is None else self._shard(p, gradient)
+                store.swap_in(p, self._shard(p, data), None if gradient is None else self._shard(p, gradient))
             self._original(**kwargs)
         finally:
             for p, data, gradient in originals:
-                p.grad = None
-                p.data = data
-                p.grad = gradient
+                store.swap_out(p, data, gradient)
         self._gather([p for p, _, _ in originals])
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ class Reductions:
         """Prepare."""
         self._queue: list[ParameterGroup] = []  # to launch in the current backward, in this order
         self._accumulated: set[int] = set()
+        self._missing: dict[int, int] = {}  # gradients that the backward has not accumulated yet, by id of the group
         self._in_flight: deque[ParameterGroup] = deque()
         self.num_launched = 0
 
@@ -47,16 +48,15 @@ class Reductions:
         """Begin a backward. Args: groups: in the order of their reductions."""
         self._queue = [group for group in groups if group.trained]
         self._accumulated = set()
-        for group in self._queue:
-            group.num_missing = len(group.trained)
+        self._missing = {id(group): len(group.trained) for group in self._queue}
 
     def add(self, group: ParameterGroup, parameter: Tensor) -> None:
         """Count a gradient of the backward, of any shape, and launch the reductions that are complete."""
         if id(parameter) in self._accumulated or not any(group is other for other in self._queue):
             return
         self._accumulated.add(id(parameter))
-        group.num_missing -= 1
-        while self._queue and not self._queue[0].num_missing:
+        self._missing[id(group)] -= 1
+        while self._queue and not self._missing[id(self._queue[0])]:
             self._launch(self._queue.pop(0))
 
     def _launch(self, group: ParameterGroup) -> None:

@@ -49,7 +49,7 @@ class GatherRounds:
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
         self._positions = {id(group): float(position) for position, group in enumerate(self._groups)}
         for group in self._groups:
-            group.gather_group = gathers
+            group.gather_through(gathers)
 
     def request(self, requested: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup]) -> None:
         """Gather groups, and join the gathers that other ranks request.

@@ -106,7 +106,7 @@ class ZeroSharding(Active):
         """Gather parameters for code outside layers, whose reads are unrecorded. Args: guards: of the run."""
         gather = GatherCallbacks(guards, self._read)
         for group in self._all:
-            group.on_read = gather
+            group.guard_reads(gather)
 
     @property
     def groups(self) -> Sequence[ParameterGroup]:
@@ -117,7 +117,7 @@ class ZeroSharding(Active):
         """Call ``step`` with the shards of each group of one stage once averages are in them, also in the backward."""
         for stage, members in self._groups.items():
             for group in members if stage is not None else ():  # the others are summed over stages
-                group.on_averages = lambda group: step(group.reduced_shards())
+                group.call_on_averages(lambda group: step(group.reduced_shards()))
 
     def gather_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers in different orders, by ``GatherRounds``."""
@@ -272,7 +272,7 @@ class ZeroSharding(Active):
             return
         self._trained = trained
         for group in self._all:
-            group.trained = [name for name, p in group.parameters.items() if p.requires_grad]
+            group.train([name for name, p in group.parameters.items() if p.requires_grad])
             for name in group.trained:
                 parameter = group.parameters[name]
                 if id(parameter) not in self._hooks:

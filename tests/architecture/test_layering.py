@@ -20,6 +20,7 @@ FLOORS = [
     {"shared_memory", "patching", "optim", "host_copies"},
     {"mesh", "step", "step/objects"},
     {"randomness", "step/standins"},
+    {"params/store"},
     {"collectives", "equivalence", "slow_links", "step/deferred_init", "step/module_state"},
     {"params", "step/tracing"},
     {"step/batch"},

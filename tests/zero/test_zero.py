@@ -13,10 +13,18 @@ from harness.fits import Run, check, fit, fit_reference, trainer_of
 from harness.live_storages import LiveStorages
 from harness.zero_runs import zero
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.params import store
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.ranks import ShardRanks, shard_placement
 from models.cases import CASES, Samples, make
 from models.hand_written import Layers, TiedInStep
+
+
+def shard_of_ones(length):
+    """A parameter of which this rank, one of two, has its half."""
+    parameter = nn.Parameter(torch.ones(length))
+    store.shard(parameter, torch.ones(length // 2))
+    return parameter
 
 
 def by_sgd(module):
@@ -201,10 +209,10 @@ def test_bytes_between_steps_match_the_formula(worlds, stage, dp):
 def kept_after_a_reduction():
     """Bytes of the local shards, and of all tensors that a gather and a reduction of 1000 parameters leave."""
     world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
-    p = nn.Parameter(torch.ones(500))
+    p = shard_of_ones(1000)
     placements = {"p": shard_placement(torch.Size((1000,)), 2)}
     group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone), keeps_full=False)
-    group.trained = ["p"]
+    group.train(["p"])
     with LiveStorages() as live:
         group.gather()
         p.grad = torch.ones(1000)
@@ -252,10 +260,10 @@ def test_memory_of_a_step_does_not_grow_with_the_number_of_layers(worlds):
 def accumulate_late():
     """Add a gradient whose average has been received already."""
     world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
-    p = nn.Parameter(torch.ones(5))
+    p = shard_of_ones(10)
     placements = {"p": shard_placement(torch.Size((10,)), 2)}
     group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone), keeps_full=False)
-    group.trained = ["p"]
+    group.train(["p"])
     group.gather()
     p.grad = torch.ones(10)
     group.launch_reduce()
@@ -318,7 +326,7 @@ def test_scalar_parameter_stays_full():
 
 def changed_after_inference(keeps_full):
     world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
-    p = nn.Parameter(torch.ones(2))
+    p = shard_of_ones(4)
     ranks = ShardRanks(world, alone)
     group = ParameterGroup("", {"p": p}, {"p": shard_placement(torch.Size((4,)), 2)}, ranks, keeps_full=keeps_full)
     with torch.inference_mode():

@@ -21,6 +21,7 @@ from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, Expe
 from lightning_hybrid.experts.parallel.expert_ranks_in_one_process import ExpertRanks
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
 from lightning_hybrid.experts.parallel.narrow_experts import NarrowCopies
+from lightning_hybrid.params import store
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 # By dtype: tolerance of outputs and gradients, relative to the largest element. float32 is used where kernels do not
@@ -165,7 +166,7 @@ class _Comparison:
         """
         for module in (self.full, *self.modules):
             for buffer, value in zip(module.buffers(), self.buffers, strict=True):
-                buffer.data = value.clone()
+                store.move(buffer, value.clone())
         leaves, spec = flatten(call)
         inputs = [leaf.detach().to(self.dtype).requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
         given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in inputs]

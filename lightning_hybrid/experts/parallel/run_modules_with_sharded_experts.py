@@ -24,6 +24,7 @@ from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
+from lightning_hybrid.params import store
 from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.params.guards import GatherCallbacks, OutsideLayerGuard, ReadGuards, below_read_guards
 from lightning_hybrid.params.placement import Shard
@@ -304,14 +305,14 @@ def _swapped_data(full: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Replaces the data of parameters by the full tensors inside the context."""
     with torch._C.DisableTorchFunctionSubclass():  # tensor ranks may guard them: this is no read of user code
         local = {parameter: parameter.data for parameter in full}
-    _set_data(full)
+    _set_data(full, store.swap_in)
     try:
         yield
     finally:
-        _set_data(local)
+        _set_data(local, store.swap_out)
 
 
 @below_read_guards
-def _set_data(data: Mapping[nn.Parameter, Tensor]) -> None:
+def _set_data(data: Mapping[nn.Parameter, Tensor], change: Callable[[Tensor, Tensor], None]) -> None:
     for parameter, tensor in data.items():
-        parameter.data = tensor
+        change(parameter, tensor)

@@ -172,7 +172,7 @@ class _Merger:
         # A shallow copy keeps the class and the other attributes of the object (a ModelOutput).
         result = copy.copy(outputs[0])
         if isinstance(result, UserDict):
-            result.data = dict(result.data)  # copies share their dict
+            vars(result)["data"] = dict(result.data)  # copies share their dict
         for key, entry in entries.items():
             result[key] = entry
         return result

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.params import store
 from lightning_hybrid.randomness.generator_snapshot import generator_state, is_generator, set_generator_state
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, storage_id
@@ -147,7 +148,7 @@ class TensorSnapshot:
         if self.is_here() and (not self._content.is_floating_point() or torch.equal(self._tensor, self._content)):
             return
         if storage_id(self._tensor) != storage_id(self._memory):
-            self._tensor.data = self._memory
+            store.move(self._tensor, self._memory)
         self._tensor.detach().copy_(self._content)
         self._version = self._tensor._version
 

@@ -158,7 +158,7 @@ def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]],
         if not isinstance(result, MutableMapping):
             return dict(zip(keys, children, strict=True))
         if isinstance(result, UserDict):
-            result.data = dict(result.data)  # copies share their dict
+            vars(result)["data"] = dict(result.data)  # copies share their dict
         for key, child in zip(keys, children, strict=True):
             result[key] = child
         return result

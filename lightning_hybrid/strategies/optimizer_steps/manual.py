@@ -16,13 +16,14 @@ from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 from lightning_hybrid.params.reads.agreement import HookAgreement
+from lightning_hybrid.params.reads.hooks import HookReads
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.strategies.optimizer_steps.full_steps import sum_norms_over_shards
 from lightning_hybrid.strategies.user_code.optimizers import (
     adopt_states,
+    reads_of_optimizers,
     watch_step,
 )
-from lightning_hybrid.strategies.user_code.reads import HookReads
 
 
 def read_full_parameters_in_manual_steps(
@@ -51,14 +52,14 @@ def read_full_parameters_in_manual_steps(
     if parts is None:
         return []
     named = dict(module.named_parameters())
-    at_rest = HookReads(None, parts, named, agreement)
-    found = list(at_rest.of_optimizers(optimizers))
+    at_rest = HookReads(named, parts, agreement)
+    found = list(reads_of_optimizers(optimizers, at_rest))
     for optimizer in found:
         adopt_states(optimizer, at_rest)
     if not shardings:
         return []
-    in_step = HookReads(None, LocalShards(module, shardings), named, agreement)
-    for optimizer, reads in in_step.of_optimizers(found).items():
+    in_step = HookReads(named, LocalShards(module, shardings), agreement)
+    for optimizer, reads in reads_of_optimizers(found, in_step).items():
         until.callback(watch_step(optimizer, reads, lambda: not is_full()))
     return found
 

@@ -22,10 +22,9 @@ from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Active
 
 if TYPE_CHECKING:
-    from lightning_hybrid.params.reads.stages import CrossStageReads
+    from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
     from lightning_hybrid.strategies.run.partition import ModulePartition
-    from lightning_hybrid.strategies.user_code.reads import HookReads
 
 
 class RunOwner(Protocol):
@@ -148,36 +147,38 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
 
     drop_remote_parameters(plan)
     owner.state.shard(run.parts)
-    global_reads, hook_reads = _connect_hooks(run, owner, plan)
+    hook_reads = _connect_hooks(run, owner, plan)
     if setting.is_fitting:
         run.until_end.callback(FullAtTrainEnd(owner.make_full).enter(setting.trainer))
-    return dataclasses.replace(run, global_reads=global_reads, hook_reads=hook_reads)
+    return dataclasses.replace(run, hook_reads=hook_reads)
 
 
-def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossStageReads | None, HookReads]:
+def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
     """Let hooks of the user read gradients and parameters of all stages."""
     from lightning_hybrid.params.reads.agreement import HookAgreement
     from lightning_hybrid.params.reads.conversions import skip_absent_parameters
-    from lightning_hybrid.params.reads.stages import CrossStageReads
+    from lightning_hybrid.params.reads.gather import Stages
+    from lightning_hybrid.params.reads.hooks import HookReads
+    from lightning_hybrid.params.shards import LocalShards
     from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners
     from lightning_hybrid.strategies.user_code.loaders import wrap_loaders
-    from lightning_hybrid.strategies.user_code.reads import HookReads, summarize_full_parameters
-    from lightning_hybrid.strategies.user_code.watched import wrap_user_hooks
+    from lightning_hybrid.strategies.user_code.watched import summarize_full_parameters, wrap_user_hooks
 
     setting, undo = run.setting, run.until_end
     trainer, module = setting.trainer, setting.module
     parameters = dict(module.named_parameters())
-    holders = {name: plan.ranks_of(name) for name in parameters}
-    stages, meet = None, partial(setting.world.rendezvous, compares=False)
+    stages, stage_ranks, meet = None, None, partial(setting.world.rendezvous, compares=False)
     if plan.num_ranks > 1:
-        group, owners = setting.world.mesh.group("pp"), partial(buffer_owners, plan)
         undo.callback(skip_absent_parameters(module))
-        stages = CrossStageReads(parameters, holders, group, setting.device, meet, buffer_owners=owners)
+        stages = Stages(plan.ranks_of, setting.world.mesh.group("pp"), setting.device)
+        stage_ranks = HookAgreement(stages.group, setting.device, meet)
     reads = HookReads(
-        stages,
-        run.parts,
         parameters,
+        run.parts or LocalShards(module, ()),
         HookAgreement(run.mesh.group("holders"), setting.device, meet, "layer's"),
+        stages,
+        stage_ranks,
+        partial(buffer_owners, plan),
         over_replicas=bool(run.gathered_shardings or run.names_over("ep")),
     )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -208,7 +209,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
         copies=lambda: setting.averages.copies,
     )
     undo.callback(hooks)
-    return stages, reads
+    return reads
 
 
 def _loaders_synchronize(run: Run, refers: bool) -> bool:

@@ -120,12 +120,6 @@ class FullOrShardedState:
             self._refuse(check_is_full)
             return
         device = torch.device("cpu") if place is Place.HOST else None
-        if run.global_reads is not None:
-            from lightning_hybrid.strategies.user_code.checkpoint_hooks import attribute_tensors
-
-            reads = run.global_reads
-            kept = attribute_tensors([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
-            reads.complete([tensor for tensor in kept if id(tensor) not in reads.parameters])
         if run.parts is not None:
             run.parts.unshard_parameters(device=device)
         run.active.forget()
@@ -199,9 +193,13 @@ class FullOrShardedState:
     @property
     def local_states(self) -> LocalState:
         """The local shards of the module and of optimizer states, by FQN."""
-        run = self._run
-        plan, parts = (None, None) if run is None else (run.plan, run.parts)
-        return LocalState(self._module, self.mesh, plan, parts)
+        plan = None if self._run is None else self._run.plan
+        return LocalState(self._module, self.mesh, plan, self._shards)
+
+    @property
+    def _shards(self) -> LocalShards:
+        parts = None if self._run is None else self._run.parts
+        return parts or LocalShards(self._module, ())
 
     @property
     def mesh(self) -> Mesh:
@@ -226,7 +224,7 @@ class FullOrShardedState:
             if not is_in_first_copy(self._world):
                 return {}
             keep = self._world.data_rank == 0
-            return gather_module_state(self._module, self._run.plan, self._run.parts, keep=keep)
+            return gather_module_state(self._module, self._run.plan, self._shards, keep=keep)
 
     def share_metrics(self) -> None:
         """Broadcast the states of metrics that only one rank of a pipeline has; collective.
@@ -246,7 +244,7 @@ class FullOrShardedState:
         if not is_in_first_copy(self._world):
             return {}
         keep = self._world.data_rank == 0
-        return gather_module_state(copy, self._run.plan, self._run.parts, is_copy=True, keep=keep)
+        return gather_module_state(copy, self._run.plan, self._shards, is_copy=True, keep=keep)
 
     def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyInit | None], *, strict: bool) -> None:
         """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.
@@ -255,16 +253,15 @@ class FullOrShardedState:
             CheckpointError: Shapes differ.
         """
         if not self.is_full:
-            parts = None if self._run is None else self._run.parts
             with self.unguarded():
-                load_module_state(self._module, state, parts, strict=strict)
+                load_module_state(self._module, state, self._shards, strict=strict)
             return
         check_is_full(self._module)
         empty()
         try:
             self._module.load_state_dict(state, strict=strict)
         except RuntimeError as error:
-            if differing := state_mismatches(self._module, state, strict=strict):
+            if differing := state_mismatches(self._module, state, self._shards, strict=strict):
                 raise CheckpointError(differing, entry="other-model") from error
             raise
 

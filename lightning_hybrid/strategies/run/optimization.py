@@ -207,10 +207,12 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
             lambda: owner.state.is_full,
             undo,
         )
-    watched = {} if run.hook_reads is None else run.hook_reads.of_optimizers(optimizers)
-    for optimizer, reads in watched.items():
-        from lightning_hybrid.strategies.user_code.optimizers import watch_step
+    if run.hook_reads is None:
+        return []
+    from lightning_hybrid.strategies.user_code.optimizers import reads_of_optimizers, watch_step
 
+    watched = reads_of_optimizers(optimizers, run.hook_reads)
+    for optimizer, reads in watched.items():
         undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
     return list(watched)
 

@@ -15,12 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.full import gather_optimizer_state, local_optimizer_state
+from lightning_hybrid.checkpoint.full import check_state_shapes, gather_optimizer_state, local_optimizer_state
 from lightning_hybrid.checkpoint.local import LocalState
-from lightning_hybrid.checkpoint.shapes import check_state_shapes
 from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.precision.float32_step import drop_unused_masters, shard_masters
 from lightning_hybrid.precision.hybrid import HybridPrecision
@@ -69,8 +69,13 @@ class OptimizerStates:
     def local_states(self) -> LocalState:
         """The local shards of the states, by FQN."""
         run = self._run
-        plan, parts = (None, None) if run is None else (run.plan, run.parts)
-        return LocalState(self._module, self._world.mesh if run is None else run.mesh, plan, parts)
+        plan, mesh = (None, self._world.mesh) if run is None else (run.plan, run.mesh)
+        return LocalState(self._module, mesh, plan, self._shards)
+
+    @property
+    def _shards(self) -> LocalShards:
+        parts = None if self._run is None else self._run.parts
+        return parts or LocalShards(self._module, ())
 
     def full_state(self, optimizer: Optimizer, *, of_each_copy: bool = False) -> dict[str, Any]:
         """Gather the state dict of an optimizer on the first rank, or on that of each copy of the model; collective."""
@@ -88,7 +93,7 @@ class OptimizerStates:
             return {}
         assert run is not None and run.plan is not None
         keep = self._world.data_rank % data_ranks_of_copy(self._world.layout) == 0
-        return gather_optimizer_state(optimizer, run.plan, run.parts, keep=keep)
+        return gather_optimizer_state(optimizer, run.plan, self._shards, keep=keep)
 
     @property
     def ranks_of_copies(self) -> list[list[int]]:
@@ -108,21 +113,17 @@ class OptimizerStates:
         """
         from lightning_hybrid.checkpoint.read import SavedOptimizer
 
-        made, run = self._optimization, self._run
+        made = self._optimization
         for optimizer, state in zip(optimizers, states, strict=False):  # before one of them sends anything
             self._check_shapes(optimizer, state)
         for optimizer, state in zip(optimizers, states, strict=False):
             if any(watched is optimizer for watched in made.watched):
                 optimizer.load_state_dict(dict(state))
-                if run is not None and run.parts is not None:
-                    shard_masters(optimizer, run.parts.shard_of_state)
-                if run is not None and run.global_reads is not None:
-                    run.global_reads.track_state(optimizer.state)
+                shard_masters(optimizer, self._shards.shard_of_state)
             elif isinstance(state, SavedOptimizer):
                 optimizer.load_state_dict(state.local_state(optimizer, self.local_states))
             else:
-                parts = None if run is None else run.parts
-                optimizer.load_state_dict(local_optimizer_state(optimizer, state, parts))
+                optimizer.load_state_dict(local_optimizer_state(optimizer, state, self._shards))
             self._check_masters(optimizer)
             if not made.offloaded:
                 _optimizer_to_device(optimizer, self._world.device)

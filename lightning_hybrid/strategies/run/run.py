@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
     from lightning_hybrid.optimizers.offloaded import OffloadedStates
     from lightning_hybrid.params.guards import ReadGuards
-    from lightning_hybrid.params.reads.stages import CrossStageReads
+    from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.params.shards import AxisSharding, LocalShards
     from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
     from lightning_hybrid.pipeline.results.metric_sync import MetricSync
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from lightning_hybrid.strategies.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback
     from lightning_hybrid.strategies.techniques.reducers import Reducers
-    from lightning_hybrid.strategies.user_code.reads import HookReads
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 
@@ -72,7 +71,6 @@ class Run:
         batch: With which the training step was recorded; None if it was not.
         techniques: What it uses besides stages, from the outermost around a layer to the innermost.
         active: What these do while steps run.
-        global_reads: Reads of parameters of other stages in user hooks, if there are stages.
         hook_reads: Reads of full parameters in user hooks, if the module is sharded.
         until_end: Closed at the end of the layout: restores the user's objects.
     """
@@ -88,7 +86,6 @@ class Run:
     batch: RecordedBatch | None = None
     techniques: tuple[Technique, ...] = ()
     active: Actives = dataclasses.field(default_factory=Actives)
-    global_reads: CrossStageReads | None = None
     hook_reads: HookReads | None = None
     until_end: contextlib.ExitStack
 
@@ -204,7 +201,6 @@ class Run:
             self,
             active=Actives(),
             metrics=None,
-            global_reads=None,
             hook_reads=None,
         )
 

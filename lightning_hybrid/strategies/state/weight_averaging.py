@@ -110,7 +110,7 @@ class WeightAverages:
                 return {**(own if prefix else {}), **{prefix + name: value for name, value in gather(copy).items()}}
 
         def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:
-            load_module_state(average, state, parts, strict=strict, prefix=prefix)
+            load_module_state(average, state, parts or LocalShards(module, ()), strict=strict, prefix=prefix)
 
         members: dict[str, Any] = {"state_dict": state_dict, "load_state_dict": load_state_dict}
         if prefix == "":  # SWA moves its copy when it begins to average; it is there, and what is absent cannot move

@@ -22,15 +22,13 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.local import OwnedShards
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.params.reads.stages import SAVING
+from lightning_hybrid.params.reads.hooks import SAVING, HookReads
 from lightning_hybrid.strategies.user_code.hooks import is_of_user
-from lightning_hybrid.strategies.user_code.reads import HookReads
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, OwnedShards)
 # Keys of what `save_hyperparameters` has recorded of the module and of the data module.
 _HYPER_PARAMETERS = (("hyper_parameters",), ("datamodule_hyper_parameters",))
-_DEEPEST = 4  # containers in containers
 _ADVICE = (
     "add tensors that the hook computes from parameters (p.detach().clone()), or numbers, in dicts, lists and tuples,"
     " and the same on every rank"
@@ -244,27 +242,3 @@ class _NullFile:
 
     def write(self, data: Any) -> int:
         return len(data)
-
-
-def attribute_tensors(owners: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors, of any shape, in attributes of modules and callbacks, and in containers and modules there."""
-    tensors: dict[int, Tensor] = {}
-    visited: set[int] = set()
-    waiting = [(owner, 0) for owner in reversed(owners)]
-    while waiting:
-        value, depth = waiting.pop()
-        if id(value) in visited or depth > _DEEPEST:
-            continue
-        visited.add(id(value))
-        if isinstance(value, Tensor):
-            tensors[id(value)] = value
-            continue
-        if isinstance(value, nn.Module):
-            tensors.update((id(tensor), tensor) for tensor in (*value.parameters(), *value.buffers()))
-        inner = value if isinstance(value, dict | list | tuple) else None
-        if depth == 0 or isinstance(value, nn.Module):
-            inner = vars(value)
-        if inner is not None:
-            items = list(inner.values() if isinstance(inner, dict) else inner)
-            waiting += [(item, depth + 1) for item in reversed(items)]
-    return list(tensors.values())

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.params.reads.operations import OWN_PROPERTIES, GatheredParameters
-from lightning_hybrid.params.reads.shards import IDENTITY
+from lightning_hybrid.params.reads.gather import IDENTITY, OWN_PROPERTIES
+from lightning_hybrid.params.reads.steps import StepReads
 from lightning_hybrid.patching import around
 from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.step.objects.pytree import flatten
@@ -70,7 +70,7 @@ class LoaderReads(TorchFunctionMode):
         super().__init__()
         self._unpartitioned, self._active, self._synchronizes = unpartitioned, active, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._gathered: GatheredParameters | None = None
+        self._gathered: StepReads | None = None
 
     @contextlib.contextmanager
     def fetching(self, *, synchronizes: bool) -> Iterator[None]:
@@ -105,7 +105,7 @@ class LoaderReads(TorchFunctionMode):
         member = func.__self__.__name__ if name == "__get__" else ""
         if member in SHAPE_PROPERTIES or name in SHAPE_METHODS:
             return func(full_shape_meta(args[0]), *args[1:], **(kwargs or {}))
-        if member in OWN_PROPERTIES:
+        if member in OWN_PROPERTIES or member == "grad":
             return func(*args)
         unknown = next((leaf for leaf in tensors if id(leaf) not in self._names), None)
         if unknown is not None:

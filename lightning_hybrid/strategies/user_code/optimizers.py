@@ -9,19 +9,36 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 from lightning_hybrid.optimizers.replacement import replace_step
-from lightning_hybrid.optimizers.trial import combines_parameters
+from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 from lightning_hybrid.params.guards import ReadGuards
+from lightning_hybrid.params.reads.hooks import HookReads
 from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.strategies.user_code.reads import HookReads
+
+
+def reads_of_optimizers(optimizers: Iterable[Optimizer], reads: HookReads) -> dict[Optimizer, HookReads]:
+    """Return the reads around each optimizer's step, without those that step shards as they would full tensors."""
+    found = {}
+    for optimizer in optimizers:
+        if combines_parameters(optimizer):
+            found[optimizer] = reads
+        # SparseAdam takes no dense gradients, with which the other question is asked, and one number at a time.
+        elif (
+            reads.has_shards
+            and not isinstance(optimizer, torch.optim.SparseAdam | TrustRatioOptimizer)
+            and not can_step_shards(optimizer)
+        ):
+            found[optimizer] = reads.within_stages()  # torch's own look at one parameter at a time, whatever its stage
+    return found
 
 
 def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], bool]) -> Callable[[], None]:
@@ -118,7 +135,7 @@ def adopt_states(optimizer: Optimizer, reads: HookReads, outer: tuple[Optimizer,
     These are its state, and lists of tensors shaped as its parameters, in their order, as slow weights are. ``outer``
     are the optimizers that it is inside of.
     """
-    reads.track_state(optimizer.state)
+    reads.unshard_state(optimizer.state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for value in list(vars(optimizer).values()):
         if isinstance(value, Optimizer) and not any(value is known for known in (*outer, optimizer)):
@@ -135,7 +152,7 @@ def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: HookReads) 
     if {id(copy) for copy in copies} & {id(parameter) for parameter in parameters}:
         return  # they are no copies
     state = {parameter: {"copy": copy} for parameter, copy in zip(parameters, copies, strict=True)}
-    reads.track_state(state)
+    reads.unshard_state(state)
     adopted = iter(state.values())
     for inner in lists:
         inner[:] = [next(adopted)["copy"] for _ in inner]

@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import nn
 
-from lightning_hybrid.patching import replaced, wraps
+from lightning_hybrid.params.reads.hooks import HookReads
+from lightning_hybrid.patching import replace, replaced, wraps
 from lightning_hybrid.strategies.user_code.checkpoint_hooks import CheckpointHooks
 from lightning_hybrid.strategies.user_code.hooks import is_of_user
-from lightning_hybrid.strategies.user_code.reads import HookReads
 
 _AROUND_STEP = "optimizer_step"
 _INSIDE_HOOK = "Lightning's own code, called by a hook"
@@ -178,6 +178,7 @@ def _without_reads_in_lightning(trainer: pl.Trainer, reads: HookReads) -> Iterat
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
                 args, kwargs = known((args, kwargs))
+                reads.forget()  # it may change what ranks hold
                 with torch._C.DisableTorchFunction():
                     return original(*args, **kwargs)
 
@@ -194,3 +195,14 @@ def _without_reads_in_lightning(trainer: pl.Trainer, reads: HookReads) -> Iterat
         for name in ("lightning_module_state_dict", "optimizer_state", "make_full"):
             unwatched(strategy, name)
         yield
+
+
+def summarize_full_parameters(callback: Any, reads: HookReads) -> Callable[[], None]:
+    """Let Lightning's model summary count full parameters; return the undo."""
+    original = callback.on_fit_start
+
+    def on_fit_start(*args: Any, **kwargs: Any) -> None:
+        with reads.hook("ModelSummary.on_fit_start"):
+            original(*args, **kwargs)
+
+    return replace(callback, "on_fit_start", on_fit_start, reason="reads full parameters")

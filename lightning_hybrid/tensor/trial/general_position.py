@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.params import store
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.tensor.trial.example_inputs import PLAIN, Example
 
@@ -95,7 +96,7 @@ class _OfUnit:
         return self._recorded
 
     def put(self, example: Example, value: Any) -> Example:
-        self._tensor.data = value.clone()
+        store.move(self._tensor, value.clone())
         return example
 
     def values(self, example: Example, generator: torch.Generator) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
+from lightning_hybrid.params import store
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import dims_of_several, value_read_in
@@ -315,13 +316,13 @@ def _parameter_written_by(proof: Proof) -> str:
     large = {name: (data * 1000).to(data.dtype) for name, data in before.items()}  # outside of any range or norm
     try:
         for name, parameter in parameters.items():
-            parameter.data = large[name].clone()
+            store.swap_in(parameter, large[name].clone())
         with contextlib.suppress(Exception):  # large numbers may overflow
             run_unsharded(proof.unit, proof.example, proof.first, backward=False)
         return next((name for name, p in parameters.items() if not torch.equal(p.data, large[name])), "")
     finally:
         for name, parameter in parameters.items():
-            parameter.data = before[name]
+            store.swap_out(parameter, before[name])
 
 
 def _are_equal(a: Any, b: Any) -> bool:

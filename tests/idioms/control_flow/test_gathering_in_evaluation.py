@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.trainer_runs import assert_same, trainer_of
-from lightning_hybrid.params.reads.operations import GatheredParameters
+from lightning_hybrid.params.reads.steps import StepReads
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start import runner_factory as stage_runner
 from models.tiny import Tiny, loader
@@ -75,14 +75,16 @@ class CountsSends(BranchesInEvaluation):
 def sent(share):
     stage_runner._FREE_MEMORY_SHARE, before = share, stage_runner._FREE_MEMORY_SHARE
     names = []
-    gather = GatheredParameters._gather
-    GatheredParameters._gather = lambda self, name, parameter: names.append(name) or gather(self, name, parameter)
+    agree = StepReads._agree
+    StepReads._agree = lambda self, what, tensors: (
+        names.extend(name for name, _ in tensors) or agree(self, what, tensors)
+    )
     try:
         model = CountsSends()
         trainer = trainer_of(2, 2, limit_val_batches=1, limit_train_batches=1, num_sanity_val_steps=0)
         trainer.fit(model, loader(4), loader(4))
     finally:
-        stage_runner._FREE_MEMORY_SHARE, GatheredParameters._gather = before, gather
+        stage_runner._FREE_MEMORY_SHARE, StepReads._agree = before, agree
     return names, model.absent, float(trainer.callback_metrics["v"]), sum(1 for _ in model.parameters())
 
 
