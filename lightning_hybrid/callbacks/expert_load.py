@@ -19,10 +19,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
 from lightning_hybrid.callbacks.pictures import check_counts, log_picture, plot_path
+from lightning_hybrid.callbacks.upcycle import MoEUpcycle
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
-from lightning_hybrid.experts.moe.moe_layer import MoE
+from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
 from lightning_hybrid.patching import around_method
 from lightning_hybrid.soft_failures import only_informs

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.experts.parallel.record_expert_costs import ExpertCosts
+from lightning_hybrid.experts.parallel.costs import ExpertCosts
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import PipelineTimeline, pipeline_timeline
-from lightning_hybrid.callbacks.action_times import select_ranks, work_and_bound
+from lightning_hybrid.callbacks.actions import select_ranks, work_and_bound
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.schedule import chain, make_schedule, simulate
 from models.regression import Sequential

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import GoodputMonitor, MemoryMonitor, RunPlot, ThroughputMonitor, run_plot
-from lightning_hybrid.callbacks.run_plot import PANELS, draw_panel, logged_panels
+from lightning_hybrid.callbacks.plot import PANELS, draw_panel, logged_panels
 from models.regression import Sequential
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.moe_layer import MoE
-from lightning_hybrid.experts.moe.recognise_dense_mlp import DenseMLP, NotAnMLP, experts_of, recognise
+from lightning_hybrid.experts.moe.dense import DenseMLP, NotAnMLP, experts_of, recognise
+from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.routers import Routing, TopKRouter
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside

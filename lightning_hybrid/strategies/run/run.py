@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.techniques.technique import Active, Technique
 
 if TYPE_CHECKING:
-    from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
+    from lightning_hybrid.experts.parallel.sharded import ShardedExperts
     from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
     from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
     from lightning_hybrid.memory.recompute.layers import Recomputation

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
-from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
+from lightning_hybrid.callbacks.slow_links import SlowLinkCallback
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.optimizers.trial import (
     INDEPENDENT,
@@ -20,7 +20,7 @@ from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.strategies.run.run import Optimization, Run
 
 if TYPE_CHECKING:
-    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
+    from lightning_hybrid.callbacks.slow_links import GradientCompression, LocalSGD
 
 
 def connect_slow_links(run: Run, optimization: Optimization) -> None:
@@ -40,7 +40,7 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
         )
     if not found:
         return
-    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
+    from lightning_hybrid.callbacks.slow_links import GradientCompression, LocalSGD
     from lightning_hybrid.strategies.slow_links.compression import connect_gradient_compression
     from lightning_hybrid.strategies.slow_links.rounds import LocalRounds
 

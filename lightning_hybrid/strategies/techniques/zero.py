@@ -25,7 +25,7 @@ from lightning_hybrid.strategies.techniques.adascale import has_adascale
 from lightning_hybrid.techniques.technique import Active, Footprint, Messages, Operation, Technique
 
 if TYPE_CHECKING:
-    from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
+    from lightning_hybrid.experts.parallel.sharded import ShardedExperts
     from lightning_hybrid.optimizers.state_file import Region
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
     from lightning_hybrid.zero.sharding import Stage

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
-from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
-from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
+from lightning_hybrid.experts.moe.grouped import GroupedExperts
+from lightning_hybrid.experts.parallel.find import ExpertCalls
+from lightning_hybrid.experts.parallel.proof import why_not_equivalent
+from lightning_hybrid.experts.parallel.width import TensorShardedExperts, WidthSharding
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard, shard_tensor
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of

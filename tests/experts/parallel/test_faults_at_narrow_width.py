@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.experts.parallel import narrow_experts as narrowing
-from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
-from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPairs
-from lightning_hybrid.experts.parallel.equivalence_proof import ExpertsProof
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import possible_widths
-from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from lightning_hybrid.experts.parallel import narrow as narrowing
+from lightning_hybrid.experts.parallel.adapters import BatchedPairs
+from lightning_hybrid.experts.parallel.lists import ExpertList, candidate_adapters
+from lightning_hybrid.experts.parallel.proof import ExpertsProof
+from lightning_hybrid.experts.parallel.width import possible_widths
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from models.faulty_experts import FAULTY, FaultyIfWide, FixedFeatures, OddWidth, Pairs, ReadsResults
 

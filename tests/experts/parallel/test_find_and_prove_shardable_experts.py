@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.moe.grouped import GroupedExperts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
-from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPairs, BatchedRows
-from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
-from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
-from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from lightning_hybrid.experts.parallel.adapters import BatchedPairs, BatchedRows
+from lightning_hybrid.experts.parallel.find import ExpertCalls
+from lightning_hybrid.experts.parallel.lists import ExpertList
+from lightning_hybrid.experts.parallel.proof import why_not_equivalent
 from lightning_hybrid.strategies.record_planner_costs import record_costs
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of

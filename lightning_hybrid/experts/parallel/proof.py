@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
-from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, is_float
-from lightning_hybrid.experts.parallel.expert_ranks_in_one_process import ExpertRanks
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
-from lightning_hybrid.experts.parallel.narrow_experts import NarrowCopies
+from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, is_float
+from lightning_hybrid.experts.parallel.narrow import NarrowCopies
+from lightning_hybrid.experts.parallel.ranks import ExpertRanks
+from lightning_hybrid.experts.parallel.width import WidthSharding
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 # By dtype: tolerance of outputs and gradients, relative to the largest element. float32 is used where kernels do not

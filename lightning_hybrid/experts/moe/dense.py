@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
-from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
+from lightning_hybrid.experts.moe.grouped import ACTIVATIONS, GroupedExperts
 
 _BATCH, _LENGTH = 2, 3
 _TOLERANCE = 1e-9

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.callbacks.monitors.sent_bytes import AXIS_NAMES, SentBytes
+from lightning_hybrid.callbacks.monitors.messages import AXIS_NAMES, SentBytes
 from lightning_hybrid.callbacks.monitors.series import Series, gather_rows, keep_series
 from lightning_hybrid.patching import around, around_method
 from lightning_hybrid.soft_failures import only_informs

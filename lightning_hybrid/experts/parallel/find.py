@@ -1,4 +1,4 @@
-"""Detection of modules with experts in a recorded step, with a proof that their experts can be sharded."""
+"""Modules with experts are found in a recorded step; a proof shows that their experts can be sharded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
-from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, stacked_experts
-from lightning_hybrid.experts.parallel.equivalence_proof import ExpertsProof, why_not_equivalent
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding, possible_widths
-from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, stacked_experts
+from lightning_hybrid.experts.parallel.lists import ExpertList, candidate_adapters
+from lightning_hybrid.experts.parallel.proof import ExpertsProof, why_not_equivalent
+from lightning_hybrid.experts.parallel.width import WidthSharding, possible_widths
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds, without_deduplication
+from lightning_hybrid.text import spanned
 
 
 @dataclass(frozen=True)
@@ -174,3 +174,33 @@ def _pick_width(
 def has_stacked_experts(root: nn.Module) -> bool:
     """Returns whether some module may have stacked weights of experts."""
     return any(stacked_experts(module) is not None for module in root.modules())
+
+
+def describe_experts(found: FoundExperts, size: int, tensor_size: int) -> str:
+    """Describes which experts are sharded and which are not, one line per kind of module."""
+    by_kind: dict[tuple[str, int], list[str]] = {}
+    for fqn, adapter in found.adapters.items():
+        by_kind.setdefault((adapter.what, adapter.num_experts), []).append(fqn)
+    lines = [
+        f"{spanned(fqns)}: {number} experts, {number // size} on each of {size} ranks ({what})"
+        for (what, number), fqns in by_kind.items()
+    ]
+    lines += [f"{fqns}: experts are replicated on every rank, {reason}" for fqns, reason in by_reason(found.replicated)]
+    widths = {
+        fqn: f"{width.length // width.size} of the {width.length} features of each expert"
+        for fqn, width in found.widths.items()
+    }
+    lines += [f"{fqns}: {share} on each of {tensor_size} tensor ranks" for fqns, share in by_reason(widths)]
+    lines += [
+        f"{fqns}: no expert is sharded over tensor ranks, {reason}"
+        for fqns, reason in by_reason(found.unsharded_widths)
+    ]
+    return "\n".join(lines)
+
+
+def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Groups modules by reason, given by FQN; returns the listed FQNs and the reason of each group."""
+    groups: dict[str, list[str]] = {}
+    for fqn, reason in reasons.items():
+        groups.setdefault(reason, []).append(fqn)
+    return [(spanned(fqns), reason) for reason, fqns in groups.items()]

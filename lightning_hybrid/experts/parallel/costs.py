@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters, has_further_adapters
-from lightning_hybrid.experts.parallel.batched_expert_adapters import (
+from lightning_hybrid.experts.parallel.adapters import (
     BatchedPairs,
     BatchedRows,
     Call,
@@ -34,7 +33,7 @@ from lightning_hybrid.experts.parallel.batched_expert_adapters import (
     rows_and_counts,
     stacked_experts,
 )
-from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from lightning_hybrid.experts.parallel.lists import ExpertList, candidate_adapters, has_further_adapters
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.planner.costs.expert_sets import ExpertSet
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters

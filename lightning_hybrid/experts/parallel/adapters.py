@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.assign_expert_rows import dispatch_all_pairs
-from lightning_hybrid.experts.moe.gather_and_combine_expert_rows import combine, gather_rows
+from lightning_hybrid.experts.moe.dispatch import combine, dispatch_all_pairs, gather_rows
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 

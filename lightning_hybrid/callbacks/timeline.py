@@ -20,12 +20,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from lightning_hybrid.callbacks.action_times import MeasuredStep, Ranks, check_ranks, gather_step
-from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps, metrics_of
-from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
-from lightning_hybrid.callbacks.lost_time.write_measurements import costs_of, write_lost_time, write_measured_costs
-from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
+from lightning_hybrid.callbacks.actions import MeasuredStep, Ranks, check_ranks, gather_step
+from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
+from lightning_hybrid.callbacks.lost_time.files import costs_of, write_lost_time, write_measured_costs
+from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps, metrics_of
+from lightning_hybrid.callbacks.monitors.holders import PeakMeter
+from lightning_hybrid.callbacks.monitors.memory import MemoryMonitor
 from lightning_hybrid.callbacks.monitors.series import gather_rows
 from lightning_hybrid.callbacks.pictures import check_counts, figure_of, log_picture, write_picture
 from lightning_hybrid.graph.partition import Assignment

@@ -29,9 +29,9 @@ from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.equivalence.narrow.copy_of_unit import copy_of_unit
 from lightning_hybrid.equivalence.narrow.shape_trace import ShapeTrace, difference_but_width, why_not_same_program
 from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, divisions
-from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, is_float
-from lightning_hybrid.experts.parallel.expert_ranks_in_one_process import ExpertRanks
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
+from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, is_float
+from lightning_hybrid.experts.parallel.ranks import ExpertRanks
+from lightning_hybrid.experts.parallel.width import WidthSharding
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, make_absent, swap_in_place
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, quiet_fake_kernels

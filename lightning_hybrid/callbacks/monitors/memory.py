@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import Holder, PeakMeter, bytes_by_kind, find_holders
+from lightning_hybrid.callbacks.monitors.holders import Holder, PeakMeter, bytes_by_kind, find_holders
 from lightning_hybrid.callbacks.monitors.series import Series, gather_rows, keep_series
 from lightning_hybrid.callbacks.pictures import check_counts, log_picture, plot_path, save_plot
 from lightning_hybrid.errors import causes_of, is_out_of_memory

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
+from lightning_hybrid.experts.parallel.adapters import ExpertsAdapter
+from lightning_hybrid.experts.parallel.width import WidthSharding
 from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
 
 

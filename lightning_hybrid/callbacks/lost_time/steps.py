@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hybrid.callbacks.action_times import MeasuredStep
+from lightning_hybrid.callbacks.actions import MeasuredStep
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.schedule import Kind, Schedule, Timeline, chain
 from lightning_hybrid.schedule.measured.learned_seconds import MeasuredCut, learned_seconds

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
+from lightning_hybrid.experts.parallel.adapters import ExpertsAdapter
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
-from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards, below_read_guards
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
