@@ -11,7 +11,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks import GoodputMonitor, MemoryMonitor, RunPlot, ThroughputMonitor, run_plot
+from lightning_hybrid.callbacks import GoodputMonitor, MemoryMonitor, RunPlot, ThroughputMonitor
+from lightning_hybrid.callbacks import plot as run_plot
 from lightning_hybrid.callbacks.plot import PANELS, draw_panel, logged_panels
 from models.regression import Sequential
 
