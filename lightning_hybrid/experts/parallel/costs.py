@@ -35,7 +35,7 @@ from lightning_hybrid.experts.parallel.adapters import (
 )
 from lightning_hybrid.experts.parallel.lists import ExpertList, candidate_adapters, has_further_adapters
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.planner.costs.expert_sets import ExpertSet
+from lightning_hybrid.predict.costs.layers import ExpertSet
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
