@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.experts.moe.dispatch import combine, dispatch_all_pairs, gather_rows
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 # (rows [P, D] sorted by expert, row count of each expert [E]) -> results [P, D'], computed on the experts' ranks.

@@ -26,8 +26,8 @@ from lightning_hybrid.experts.parallel.width import (
     width_placements,
 )
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.guards import ReadGuards
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.experts.parallel import narrow as narrowing
+from lightning_hybrid.experts.parallel import narrow_experts as narrowing
 from lightning_hybrid.experts.parallel.adapters import BatchedPairs
 from lightning_hybrid.experts.parallel.lists import ExpertList, candidate_adapters
 from lightning_hybrid.experts.parallel.proof import ExpertsProof
 from lightning_hybrid.experts.parallel.width import possible_widths
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
+from lightning_hybrid.params.placement import Piece, Shard
 from models.faulty_experts import FAULTY, FaultyIfWide, FixedFeatures, OddWidth, Pairs, ReadsResults
 
 TESTS = Path(__file__).parents[2]
