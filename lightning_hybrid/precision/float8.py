@@ -140,13 +140,9 @@ class _Place(NamedTuple):
 
 @dataclass
 class Float8Layers:
-    """The linear layers of a module that are converted, until `restore`.
+    """The linear layers of a module that are converted, until `restore`."""
 
-    Attributes:
-        left: Why others are as they were, by FQN.
-    """
-
-    left: dict[str, str]
+    left: dict[str, str]  # why others are as they were, by FQN
     _places: list[_Place] = field(default_factory=list)
 
     def convert(self, root: nn.Module, names: Sequence[str], config: Any) -> None:

@@ -1,6 +1,7 @@
 """A table, a picture, an estimate or a monitor that fails is a warning: made to fail one after the other."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ FAIL = {
     f"{DESCRIPTION}monitors.memory_of_stages": "the estimated memory of a rank",
     "lightning_hybrid.strategies.execution.measure_first_activations.bytes_saved_behind": "the measured size",
     f"{CALLBACKS}actions.Timeline": "the record of a step",
-    f"{CALLBACKS}timeline.write_picture": "PipelineTimeline",
+    f"{CALLBACKS}pictures.write_picture": "PipelineTimeline",
     f"{CALLBACKS}timeline.batch_size_of": "PipelineTimeline",
     f"{CALLBACKS}timeline.write_lost_time": "PipelineTimeline",
     f"{CALLBACKS}timeline.write_measured_costs": "the file of measured costs",
@@ -31,7 +32,7 @@ FAIL = {
     f"{CALLBACKS}timeline.checksum_of_names": "PipelineTimeline",
     f"{CALLBACKS}lost_time.steps.MeasuredSteps.proposal": "the proposal of other pipeline_cuts",
     f"{CALLBACKS}plot.batch_size_of": "RunPlot",
-    f"{CALLBACKS}plot.log_picture": "RunPlot",
+    f"{CALLBACKS}pictures.show_plot": "RunPlot",
     f"{MONITORS}throughput.batch_size_of": "ThroughputMonitor",
     f"{MONITORS}throughput.keep_series": "ThroughputMonitor",
     f"{MONITORS}throughput.StepFlopCounter.start": "ThroughputMonitor",
@@ -102,7 +103,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("what", FAIL)
 def test_what_fails_is_one_warning(tmp_path, monkeypatch, undisturbed, what):
-    monkeypatch.setattr(RunPlot, "_draw", lambda *_: None)
+    monkeypatch.setattr(RunPlot, "_draw", lambda *_: mock.Mock())
     monkeypatch.setattr(what, fails)
     monkeypatch.setattr(soft_failures, "_warned", set())
     parameters, seen = fit(tmp_path, draws=what)

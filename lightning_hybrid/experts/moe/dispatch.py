@@ -17,21 +17,14 @@ DropBy: TypeAlias = Literal["position", "weight"]
 
 
 class Dispatch(NamedTuple):
-    """Assignment of rows to pairs (token, expert). P rows, T tokens, E experts.
+    """Assignment of rows to pairs (token, expert). P rows, T tokens, E experts."""
 
-    Attributes:
-        tokens: [P] the token of each row; rows are sorted by expert.
-        weights: [P] factors of the results; differentiable.
-        counts: [E] int64: rows of each expert, P in all.
-        rows_of_token: [T, k] row indices of each token, if each token has k rows and each row one token; else None.
-        dropped: [] floating point: number of pairs without a row.
-    """
-
-    tokens: Tensor
-    weights: Tensor
-    counts: Tensor
+    tokens: Tensor  # [P] the token of each row; rows are sorted by expert
+    weights: Tensor  # [P] factors of the results; differentiable
+    counts: Tensor  # [E] int64: rows of each expert, P in all
+    # [T, k] row indices of each token, if each token has k rows and each row one token; else None
     rows_of_token: Tensor | None
-    dropped: Tensor
+    dropped: Tensor  # [] floating point: number of pairs without a row
 
 
 def dispatch_all_pairs(experts: Tensor, weights: Tensor, counts: Tensor) -> Dispatch:

@@ -28,12 +28,14 @@ from lightning_hybrid.experts.parallel.adapters import (
     BatchedPairs,
     BatchedRows,
     Call,
+    ExpertList,
     ExpertsAdapter,
     bound_arguments,
+    candidate_adapters,
+    has_further_adapters,
     rows_and_counts,
     stacked_experts,
 )
-from lightning_hybrid.experts.parallel.lists import ExpertList, candidate_adapters, has_further_adapters
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.predict.costs.layers import ExpertSet
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
@@ -160,7 +162,7 @@ def _may_have_experts(module: nn.Module) -> bool:
     if has_further_adapters():
         return any(True for _ in module.parameters())
     lists = (child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict))
-    return stacked_experts(module) is not None or any(len(each) > 1 for each in lists)
+    return stacked_experts(module) > 0 or any(len(each) > 1 for each in lists)
 
 
 def _attempt(forward: Forward, call: Call, counter: CostCounter) -> tuple[bool, Any]:
@@ -268,9 +270,9 @@ def _run_with_one_expert(
 ) -> tuple[int, Any]:
     """The rows of all experts of a block, and its result, for which one expert computes all of them; 0 if none are."""
     experts = [module.get_submodule(name) for name in adapter.names]
-    taken = rows_and_counts(bound_arguments(module, call), adapter.num_experts)
-    if taken is not None:
-        rows = bound_arguments(module, call)[taken[0]]
+    arguments = bound_arguments(module, call)
+    if taken := rows_and_counts(arguments, adapter.num_experts):
+        rows = arguments[taken["rows"]]
         return rows.shape[0], experts[0](rows)
     if tokens is None:
         return 0, None

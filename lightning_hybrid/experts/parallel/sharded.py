@@ -36,14 +36,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 def placements_of(
     root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int, shardings: Sequence[AxisSharding] = ()
 ) -> dict[str, Shard]:
-    """Returns how the parameters of experts are sharded, by FQN in the root.
-
-    Args:
-        root: The user's module, with full parameters.
-        adapters: Adapters by FQN of the module with experts.
-        size: Number of ranks.
-        shardings: Shardings that are applied before.
-    """
+    """Returns how the full parameters of experts are sharded, by FQN in the root, after other shardings."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     placements = {}
     for fqn, adapter in adapters.items():
