@@ -33,16 +33,16 @@ class Matrix:
     weight: str  # name of the parameter
     bias: str  # name of its bias; "" if it has none
     transposed: bool  # whether the weight is laid out [inputs, outputs]
-    rows: slice = slice(None)  # output rows of the parameter that belong to this matrix
+    rows: tuple[int, int | None] = (0, None)  # start and stop of the parameter's output rows that belong to it
 
     def weight_of(self, module: nn.Module) -> Tensor:
         """Returns the weight of a module, of shape [outputs, inputs]."""
         weight: Tensor = module.get_parameter(self.weight)
-        return (weight.t() if self.transposed else weight)[self.rows]
+        return (weight.t() if self.transposed else weight)[slice(*self.rows)]
 
     def bias_of(self, module: nn.Module) -> Tensor:
         """Returns the bias of a module, of shape [outputs]."""
-        return module.get_parameter(self.bias)[self.rows]
+        return module.get_parameter(self.bias)[slice(*self.rows)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _candidates(probe: nn.Module, unknown: DenseMLP) -> Iterator[DenseMLP]:
         if outputs != dim or any(inputs != dim for _, inputs, _ in into):
             continue
         sizes, first = [size for _, _, size in into], tuple(matrix for matrix, _, _ in into)
-        halves = tuple(dataclasses.replace(first[0], rows=slice(row, row + width)) for row in (0, width))
+        halves = tuple(dataclasses.replace(first[0], rows=(row, row + width)) for row in (0, width))
         structures = [first[::-1]] if sizes in ([width], [width, width]) else []
         structures += [halves, halves[::-1]] if sizes == [2 * width] else []
         for structure in structures:

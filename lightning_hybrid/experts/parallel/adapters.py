@@ -123,8 +123,8 @@ class _Batched(ExpertsAdapter):
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """Returns an adapter for each set of attributes that may contain the number of stacked experts."""
         size = stacked_experts(module)
-        names = cls._roles(bound_arguments(module, call), size)
-        if not size or not names:
+        names = cls._roles(bound_arguments(module, call), size) if size else {}
+        if not names:
             return []
         equal = [name for name, value in vars(module).items() if type(value) is int and value == size]
         named = [name for name in equal if "expert" in name.lower()]
@@ -494,8 +494,7 @@ def is_float(value: Any) -> bool:
 # -- registry ----------------------------------------------------------------------------------------------------------
 
 # Mutable global: adapters must be registered on every rank before a strategy is set up.
-_OWN: tuple[type[ExpertsAdapter], ...] = (BatchedPairs, BatchedRows, ExpertList)
-_ADAPTERS: list[type[ExpertsAdapter]] = list(_OWN)
+_ADAPTERS: list[type[ExpertsAdapter]] = [BatchedPairs, BatchedRows, ExpertList]
 
 
 def register_experts(adapter: type[ExpertsAdapter]) -> type[ExpertsAdapter]:
@@ -517,8 +516,3 @@ def register_experts(adapter: type[ExpertsAdapter]) -> type[ExpertsAdapter]:
 def candidate_adapters(module: nn.Module, call: Call) -> list[ExpertsAdapter]:
     """Returns adapters that may fit a module with full parameters, the most likely first."""
     return [candidate for adapter in _ADAPTERS for candidate in adapter.recognise(module, call)]
-
-
-def has_further_adapters() -> bool:
-    """Returns whether users have registered adapters."""
-    return len(_ADAPTERS) > len(_OWN)
