@@ -17,8 +17,8 @@ from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.monitors.holders import Holder, PeakMeter, bytes_by_kind, find_holders
 from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, MUTED, ORANGE
 from lightning_hybrid.errors import causes_of, is_out_of_memory
-from lightning_hybrid.memory.estimate import RankMemory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
+from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.text import sized
