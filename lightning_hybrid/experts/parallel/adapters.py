@@ -19,6 +19,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +36,6 @@ from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 Exchange = Callable[[Tensor, Tensor], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _TOKENS = 13  # tokens of each rank in a proof
-_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 class ExpertsAdapter(ABC):
@@ -151,17 +151,13 @@ class _Batched(ExpertsAdapter):
         saved = {name: module.__dict__[name] for name in self.attributes}
         module.__dict__.update(dict.fromkeys(self.attributes, next(module.parameters()).shape[0]))
         try:
-            out: Tensor = forward(*positional, **named)
-            return out
+            return forward(*positional, **named)
         finally:
             module.__dict__.update(saved)
 
 
 class BatchedPairs(_Batched):
-    """Adapter for ``experts(hidden [T, D], which [T, k], weights [T, k]) -> [T, D]``.
-
-    A pair whose expert index is out of range is ignored.
-    """
+    """Adapter for ``experts(hidden [T, D], which [T, k], weights [T, k]) -> [T, D]``; ignores unknown experts."""
 
     what = "stacked weights, called with tokens, experts and weights"
 
@@ -189,8 +185,7 @@ class BatchedPairs(_Batched):
             torch.randn(_TOKENS, *leaf.shape[1:], generator=generator) if is_float(leaf) else which.to(leaf.dtype)
             for leaf in leaves
         ]
-        example: Call = unflatten(small, spec)
-        return example
+        return unflatten(small, spec)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
         """Computes the pairs on their experts' ranks, and sums by token: hidden of shape [..., D] -> [..., D']."""
@@ -248,12 +243,7 @@ class BatchedRows(_Batched):
 
 
 class ExpertList(ExpertsAdapter):
-    """Adapter for a block whose code calls the modules of a list, each with the rows of its tokens.
-
-    for number, expert in enumerate(self.experts):
-        rows = (which == number).nonzero()
-        out[rows] += weights[rows, number] * expert(x[rows])
-    """
+    """Adapter for a block whose code calls the modules of a list, each with the rows of its tokens."""
 
     what = "a list of modules, each called with its rows"
     may_skip = True
@@ -269,7 +259,7 @@ class ExpertList(ExpertsAdapter):
         """Returns an adapter for each list of equally structured children of a block."""
         adapters: list[ExpertsAdapter] = []
         for name, child in module.named_children():
-            if isinstance(child, _LISTS) and _have_same_structure(list(child.children())):
+            if isinstance(child, nn.ModuleList | nn.ModuleDict) and _have_same_structure(list(child.children())):
                 names = [f"{name}.{key}" for key, _ in child.named_children()]
                 takes_rows = bool(rows_and_counts(bound_arguments(module, call), len(names)))
                 adapters.append(cls(names, takes_rows=takes_rows))
@@ -343,9 +333,8 @@ class ExpertList(ExpertsAdapter):
     def _replaced_experts(self, module: nn.Module, result: Callable[..., Tensor]) -> Iterator[None]:
         numbers = {name: number for number, name in enumerate(self.names)}
         experts = {name: module.get_submodule(name) for name in self.names}
-        with replaced_forwards(
-            experts, lambda name, _: functools.partial(result, numbers[name]), reason="calls of experts"
-        ):
+        forwards = replaced_forwards(experts, lambda name, _: partial(result, numbers[name]), reason="calls of experts")
+        with forwards:
             yield
 
     def compute(
@@ -368,8 +357,7 @@ class ExpertList(ExpertsAdapter):
 @torch.no_grad()
 def _empty_result(expert: Callable[..., Any], rows: Tensor) -> Tensor:
     """Applies an expert to no rows: gives dtype and features of its results, outside of the autograd graph."""
-    out: Tensor = expert(rows.detach().reshape(-1, rows.shape[-1])[:0])
-    return out
+    return expert(rows.detach().reshape(-1, rows.shape[-1])[:0])
 
 
 @contextlib.contextmanager
@@ -388,9 +376,6 @@ def _restored_state(module: nn.Module) -> Iterator[None]:
             content.restore()
 
 
-# -- small calls for proofs --------------------------------------------------------------------------------------------
-
-
 def _small_call(call: Call, num_experts: int, generator: torch.Generator) -> Call:
     """Returns a call with few tokens and real data; integers are drawn below the number of experts."""
     leaves, spec = flatten(call)
@@ -407,8 +392,7 @@ def _small_call(call: Call, num_experts: int, generator: torch.Generator) -> Cal
             return torch.ones(shape, dtype=leaf.dtype)
         return torch.randint(num_experts, shape, generator=generator).to(leaf.dtype)
 
-    example: Call = unflatten([small(leaf) for leaf in leaves], spec)
-    return example
+    return unflatten([small(leaf) for leaf in leaves], spec)
 
 
 def _small_rows(call: Call, num_experts: int, rank: int, size: int, generator: torch.Generator) -> Call:
@@ -430,9 +414,6 @@ def _small_rows(call: Call, num_experts: int, rank: int, size: int, generator: t
 def _num_reachable(num_experts: int, rank: int, size: int) -> int:
     """Number of experts that a rank's tokens may choose in a proof: on the last rank, those of the first rank."""
     return num_experts if rank < size - 1 or rank == 0 else num_experts // size
-
-
-# -- recognising -------------------------------------------------------------------------------------------------------
 
 
 def stacked_experts(module: nn.Module) -> int:
@@ -490,8 +471,6 @@ def is_float(value: Any) -> bool:
     """Returns whether a value is a tensor of floating-point numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
-
-# -- registry ----------------------------------------------------------------------------------------------------------
 
 # Mutable global: adapters must be registered on every rank before a strategy is set up.
 _ADAPTERS: list[type[ExpertsAdapter]] = [BatchedPairs, BatchedRows, ExpertList]

@@ -123,7 +123,7 @@ def comparable(adapter: ExpertsAdapter, dtype: torch.dtype) -> Iterator[None]:
 
 
 def prepared(call: Call, prepare: Callable[[Tensor], Tensor]) -> tuple[list[Any], list[Any], Call]:
-    """Prepares the floating tensors of a call; returns all leaves, clones of them, and the call of these clones."""
+    """Prepares floating tensors, of any shapes, of a call; returns its leaves, clones, and the call of these clones."""
     leaves, spec = flatten(call)
     inputs = [prepare(leaf) if is_float(leaf) else leaf for leaf in leaves]
     given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in inputs]

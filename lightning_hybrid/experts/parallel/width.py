@@ -9,7 +9,7 @@ The hidden features of an expert are interchangeable. So its first weights are s
     tokens ─► enter ─► experts of this rank's width ─► sum over ranks ─► ...
 
 The roles of the weights, their layout (transposed, fused, interleaved), and the biases that are added after the sum are
-found by trial; the right candidate is proved (``equivalence_proof.py``).
+found by trial; the right candidate is proved (``proof.py``).
 """
 
 from __future__ import annotations

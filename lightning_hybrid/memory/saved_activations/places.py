@@ -136,10 +136,10 @@ class FileTensor:
 
     writing: Future[None]
 
-    def __init__(self, file: ActivationFile, source: HostTensor | HeldTensor, tensor: Tensor) -> None:
+    def __init__(self, file: ActivationFile, source: HostTensor | CpuTensor, tensor: Tensor) -> None:
         self._file, self._device = file, tensor.device
         self._dtype, self._length, self.nbytes = tensor.dtype, len(tensor), tensor.nbytes
-        self._source: HostTensor | HeldTensor | None = source  # until it is written
+        self._source: HostTensor | CpuTensor | None = source  # until it is written
         self._unchanged = source.unchanged
         self._region: tuple[int, int] | None = None
         self._reading: Future[Tensor] | None = None
@@ -204,7 +204,7 @@ class FileTensor:
             self._file.free(*region)
 
 
-class HeldTensor(OnDevice):
+class CpuTensor(OnDevice):
     """One tensor of the CPU, in its own memory."""
 
     def __init__(self, tensor: Tensor, original: Tensor) -> None:
@@ -223,9 +223,9 @@ class HeldTensor(OnDevice):
 class InPlace:
     """The memory of the CPU, from which a file is written and to which it is read."""
 
-    def put(self, tensor: Tensor, original: Tensor) -> HeldTensor:
-        """Holds a tensor of shape (n,), in the memory of ``original``."""
-        return HeldTensor(tensor, original)
+    def put(self, tensor: Tensor, original: Tensor) -> CpuTensor:
+        """Keeps a tensor of shape (n,), in the memory of ``original``."""
+        return CpuTensor(tensor, original)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
