@@ -25,7 +25,7 @@ from side_by_side import _HEAP, quartiles, ratios, verdict
 from small_gpt import SmallGPT, batch_of, loss_of
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
+from lightning_hybrid.callbacks.monitors.holders import PeakMeter
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import Recompute, layer_policies

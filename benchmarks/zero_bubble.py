@@ -114,7 +114,7 @@ class Bubbles(Callback):
         self.rows: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        from lightning_hybrid.callbacks.action_times import gather_step
+        from lightning_hybrid.callbacks.actions import gather_step
 
         step = gather_step(trainer.strategy, "first")
         if step is not None and step.bubbles is not None:

@@ -3,7 +3,7 @@
 import torch
 from canvas import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, RULE, Canvas, tint
 
-from lightning_hybrid.experts.moe.assign_expert_rows import dispatch_all_pairs
+from lightning_hybrid.experts.moe.dispatch import dispatch_all_pairs
 
 EXPERTS = 4
 CHOICES = ([[0, 2], [1, 0], [2, 3]], [[0, 3], [1, 2], [3, 1]])  # of each rank: the two experts of each token

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     )
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
-    from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
-    from lightning_hybrid.callbacks.monitors.goodput_monitor import GoodputMonitor
-    from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
-    from lightning_hybrid.callbacks.monitors.throughput_monitor import ThroughputMonitor
-    from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
-    from lightning_hybrid.callbacks.run_plot import RunPlot
-    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
+    from lightning_hybrid.callbacks.monitors.goodput import GoodputMonitor
+    from lightning_hybrid.callbacks.monitors.memory import MemoryMonitor
+    from lightning_hybrid.callbacks.monitors.throughput import ThroughputMonitor
+    from lightning_hybrid.callbacks.plot import RunPlot
+    from lightning_hybrid.callbacks.slow_links import GradientCompression, LocalSGD
+    from lightning_hybrid.callbacks.timeline import PipelineTimeline
+    from lightning_hybrid.callbacks.upcycle import MoEUpcycle
 
 __all__ = [
     "ActivationCheckpointing",
@@ -42,13 +42,13 @@ _MODULES = {
     "ActivationOffload": "callbacks.activations",
     "AdaScale": "callbacks.adascale",
     "ExpertLoadMonitor": "callbacks.expert_load",
-    "GoodputMonitor": "callbacks.monitors.goodput_monitor",
-    "GradientCompression": "callbacks.slow_link_callbacks",
-    "LocalSGD": "callbacks.slow_link_callbacks",
-    "MemoryMonitor": "callbacks.monitors.memory_monitor",
-    "MoEUpcycle": "callbacks.moe_upcycle",
-    "PipelineTimeline": "callbacks.pipeline_timeline",
-    "RunPlot": "callbacks.run_plot",
-    "ThroughputMonitor": "callbacks.monitors.throughput_monitor",
+    "GoodputMonitor": "callbacks.monitors.goodput",
+    "GradientCompression": "callbacks.slow_links",
+    "LocalSGD": "callbacks.slow_links",
+    "MemoryMonitor": "callbacks.monitors.memory",
+    "MoEUpcycle": "callbacks.upcycle",
+    "PipelineTimeline": "callbacks.timeline",
+    "RunPlot": "callbacks.plot",
+    "ThroughputMonitor": "callbacks.monitors.throughput",
 }
 __getattr__ = late_names(__name__, _MODULES)

@@ -40,7 +40,21 @@ class ActivationCheckpointing(Callback):
         _strategy_of(trainer, self).request_recomputation(self.recompute)
 
 
-class ActivationOffload(Callback):
+class _Storing(Callback):
+    """Requests how saved activations are stored."""
+
+    request: Offload | Compression
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Passes the request to the strategy.
+
+        Raises:
+            TypeError: The strategy is not of this package.
+        """
+        _strategy_of(trainer, self).request_saved_activations(self.request)
+
+
+class ActivationOffload(_Storing):
     """Moves the tensors that layers save for the backward to host memory or to a file; results are bitwise the same.
 
     They are copied while the forward goes on, and fetched ahead in the order of the backward. A storage is moved once,
@@ -61,16 +75,8 @@ class ActivationOffload(Callback):
     def __init__(self, min_bytes: int = 65536, fraction: Fraction | None = None, to: str = "cpu") -> None:
         self.request = Offload(min_bytes, _plain(fraction), to)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Passes the request to the strategy.
 
-        Raises:
-            TypeError: The strategy is not of this package.
-        """
-        _strategy_of(trainer, self).request_saved_activations(self.request)
-
-
-class ActivationCompression(Callback):
+class ActivationCompression(_Storing):
     """Compresses the tensors that layers save for the backward, and logs the ratio and the error of gradients.
 
     Activations are quantized in groups of 256 values, with stochastic rounding: a gradient that is linear in them has
@@ -99,18 +105,9 @@ class ActivationCompression(Callback):
             raise ValueError(f"every_n_steps={every_n_steps!r} must be an int of at least 0")
         self.every_n_steps = every_n_steps
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Passes the request to the strategy.
-
-        Raises:
-            TypeError: The strategy is not of this package.
-        """
-        _strategy_of(trainer, self).request_saved_activations(self.request)
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins a measurement, if one is due."""
-        activations = _activations_of(trainer)
-        if activations is not None and self._is_due(batch_idx, trainer):
+        if (activations := self._measured(batch_idx, trainer)) is not None:
             activations.bytes.saved = activations.bytes.on_device = 0
             activations.error.sums = [0.0, 0.0]
             activations.error.request()
@@ -119,8 +116,7 @@ class ActivationCompression(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the measurement, if there was one; collective."""
-        activations = _activations_of(trainer)
-        if activations is None or not self._is_due(batch_idx, trainer):
+        if (activations := self._measured(batch_idx, trainer)) is None:
             return
         strategy: Any = trainer.strategy
         counts = activations.bytes
@@ -133,8 +129,10 @@ class ActivationCompression(Callback):
         if exact:
             self._log(pl_module, "activation_gradient_error", (error / exact) ** 0.5)
 
-    def _is_due(self, batch_idx: int, trainer: Trainer) -> bool:
-        return self.every_n_steps > 0 and batch_idx % (self.every_n_steps * trainer.accumulate_grad_batches) == 0
+    def _measured(self, batch_idx: int, trainer: Any) -> Any:
+        """The stored activations of the run, if they are measured in this batch."""
+        every = self.every_n_steps * trainer.accumulate_grad_batches
+        return trainer.strategy.run.activations if every > 0 and batch_idx % every == 0 else None
 
     @staticmethod
     def _log(pl_module: LightningModule, name: str, value: float) -> None:
@@ -156,8 +154,3 @@ def _strategy_of(trainer: Trainer, callback: Callback) -> Any:
             f" {type(strategy).__name__}; set strategy='hybrid3d'"
         )
     return strategy
-
-
-def _activations_of(trainer: Trainer) -> Any:
-    strategy: Any = trainer.strategy
-    return strategy.run.activations

@@ -7,6 +7,7 @@ again in a recomputation.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,10 +20,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
-from lightning_hybrid.callbacks.pictures import check_counts, log_picture, plot_path
+from lightning_hybrid.callbacks.pictures import INK, MUTED, check_counts, log_metrics, plot_path, show_plot, tidy
+from lightning_hybrid.callbacks.upcycle import MoEUpcycle
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
-from lightning_hybrid.experts.moe.moe_layer import MoE
+from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
 from lightning_hybrid.patching import around_method
 from lightning_hybrid.soft_failures import only_informs
@@ -30,25 +31,17 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
 
 _WHAT = "ExpertLoadMonitor"
-_INK, _MUTED, _RULE = "#2b2b2b", "#777772", "#e4e4e0"
 _LEAST, _MOST = 0.25, 4.0  # ends of the colour scale: shares relative to an even one
 _COLOURS = ("#2f5d8c", "#8fb4d3", "#f6f5f1", "#e8a98c", "#b5402a")
 
 
 class LayerLoad(NamedTuple):
-    """Load statistics of one call of a layer, emitted as a side output.
+    """Load statistics of one call of a layer, emitted as a side output."""
 
-    Attributes:
-        layer: Name of the layer.
-        load: [E] pairs (token, expert) routed to each expert, before drops.
-        dropped: [] pairs dropped for lack of capacity.
-        entropy: [] mean entropy of the router, in nats.
-    """
-
-    layer: str
-    load: Tensor
-    dropped: Tensor
-    entropy: Tensor
+    layer: str  # name of the layer
+    load: Tensor  # [E] pairs (token, expert) routed to each expert, before drops
+    dropped: Tensor  # [] pairs dropped for lack of capacity
+    entropy: Tensor  # [] mean entropy of the router, in nats
 
 
 class ExpertLoadMonitor(Callback):
@@ -69,12 +62,12 @@ class ExpertLoadMonitor(Callback):
     """
 
     def __init__(self, path: str | Path | None = None, every_n_steps: int = 50) -> None:
-        self.path = None if path is None else plot_path(path, "expert_load.png")
+        self.path = plot_path(path, "expert_load.png")
         check_counts(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.history = LoadHistory()
         self._sums: dict[str, Tensor] = {}  # by layer [E + 3]: load of each expert, dropped, entropy, number of calls
-        self._unwraps: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self._last_step = 0
 
     # -- recording ----------------------------------------------------------------------------------------------------
@@ -96,12 +89,12 @@ class ExpertLoadMonitor(Callback):
                 f"ExpertLoadMonitor finds no experts in {type(pl_module).__name__}: no MoE, and no router that has"
                 " num_experts and top_k; leave it out, or build the layers before fit"
             )
-        self._stop()
+        self._undo.close()
         self.history = LoadHistory()
         self._sums = {name: torch.zeros(size + 3, dtype=torch.float64) for name, (_, size, _) in layers.items()}
         for name, (layer, size, describe) in layers.items():
             self._wrap_layer(name, layer, size, describe)
-        self._unwraps.append(around_method(pl_module, "training_step", self._collect, reason="collects loads"))
+        self._undo.callback(around_method(pl_module, "training_step", self._collect, reason="collects loads"))
 
     def _wrap_layer(self, name: str, layer: nn.Module, size: int, describe: Describe) -> None:
         def emit(layer: nn.Module, run: Callable[[], Any]) -> Any:
@@ -111,7 +104,7 @@ class ExpertLoadMonitor(Callback):
                     give_aside(LayerLoad(name, *statistics))
             return out
 
-        self._unwraps.append(around_method(layer, "forward", emit, reason="emits loads"))
+        self._undo.callback(around_method(layer, "forward", emit, reason="emits loads"))
 
     def _collect(self, module: nn.Module, run: Callable[[], Any]) -> Any:
         with taking_asides(LayerLoad) as side_outputs:
@@ -127,10 +120,6 @@ class ExpertLoadMonitor(Callback):
                     row = torch.cat([call.load.double(), call.load.new_tensor([1.0]).double()])
                     row = torch.cat([row[:-1], torch.stack([call.dropped, call.entropy]).double(), row[-1:]])
                     self._sums[call.layer] = self._sums[call.layer].to(row.device) + row
-
-    def _stop(self) -> None:
-        while self._unwraps:
-            self._unwraps.pop()()
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -155,18 +144,16 @@ class ExpertLoadMonitor(Callback):
     @only_informs(_WHAT)
     def _plot(self, trainer: Trainer) -> None:
         if self.path is not None and trainer.is_global_zero and self.history.steps:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            figure = draw_loads(self.history, self.path)
-            log_picture(trainer.loggers, "expert_load", lambda: figure, trainer.global_step)
+            show_plot(lambda: draw_loads(self.history), self.path, trainer.loggers, "expert_load", trainer.global_step)
             rank_zero_info(f"the load of the experts is plotted in {self.path}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unwraps the layers and the training step."""
-        self._stop()
+        self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Unwraps the layers and the training step."""
-        self._stop()
+        self._undo.close()
 
     def _measure(self, trainer: Trainer, module: LightningModule | None, step: int) -> None:
         self._last_step = step
@@ -198,8 +185,7 @@ class ExpertLoadMonitor(Callback):
         if module is not None:
             for key, value in overall.items():
                 module.log(key, value, on_step=True, on_epoch=False, rank_zero_only=False)
-        for logger in trainer.loggers:
-            logger.log_metrics(logged, step=step)
+        log_metrics(trainer, logged, step)
 
     def _gathered(self, trainer: Trainer) -> dict[str, Tensor]:
         """Sums over all ranks. Each replica of a layer is counted; the shares do not depend on their number."""
@@ -260,14 +246,10 @@ def _of_indices(out: Any, size: int, top_k: int) -> tuple[Tensor, Tensor, Tensor
 
 @dataclasses.dataclass
 class LoadHistory:
-    """Measured load shares of the experts.
+    """Measured load shares of the experts."""
 
-    Attributes:
-        steps: Steps of the measurements.
-        shares: By layer, [steps][experts]: the share of each expert at each of these steps.
-    """
-
-    steps: list[int] = dataclasses.field(default_factory=list)
+    steps: list[int] = dataclasses.field(default_factory=list)  # steps of the measurements
+    # by layer, [steps][experts]: the share of each expert at each of these steps
     shares: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
 
     def add(self, step: int, shares: Mapping[str, Sequence[float]]) -> None:
@@ -277,106 +259,71 @@ class LoadHistory:
             self.shares.setdefault(layer, []).append(list(row))
 
 
-def draw_loads(history: LoadHistory, path: Path) -> Any:
-    """Plots the load of each layer over time and at the end, and writes it in the format of the path's suffix.
+def draw_loads(history: LoadHistory) -> Any:
+    """Draws the load of each layer over time and at the end; returns a matplotlib figure."""
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+    from matplotlib.figure import Figure
 
-    Returns:
-        The figure.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.colors import LinearSegmentedColormap, LogNorm
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"{path} needs matplotlib; pip install matplotlib, or leave path out") from error
-
-    colours = LinearSegmentedColormap.from_list("load", list(_COLOURS))
-    norm = LogNorm(_LEAST, _MOST)
+    shading = LinearSegmentedColormap.from_list("load", list(_COLOURS)), LogNorm(_LEAST, _MOST)
     heights = [min(2.4, max(0.5, 0.16 * len(rows[0]))) for rows in history.shares.values()]
-    figure = Figure(figsize=(9.5, sum(heights) + 0.22 * len(heights) + 1.6), dpi=150)
-    figure.set_facecolor("white")
-    grid = _lay_out(figure, heights)
-    most = max(2.0, *(max(rows[-1]) * len(rows[-1]) for rows in history.shares.values()))
+    height = sum(heights) + 0.22 * len(heights) + 1.6
+    figure = Figure(figsize=(9.5, height), dpi=150, facecolor="white")
+    figure.text(0.02, 1 - 0.3 / height, "Load of the experts", size=13, weight="bold", color=INK)
+    caption = "each row an expert: its share of the pairs (token, expert), relative to an even one"
+    figure.text(0.02, 1 - 0.52 / height, caption, size=9, color=MUTED)
+    # A row per layer: heat map, final load; and a colour bar beside all of them.
+    margins = {"left": 0.2, "right": 0.93, "top": 1 - 0.8 / height, "bottom": 0.75 / height}
+    spaces: dict[str, Any] = {"width_ratios": (1, 0.24, 0.022), "hspace": 0.22, "wspace": 0.05}
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights, **spaces, **margins)
+    relative = {layer: [[share * len(row) for share in row] for row in rows] for layer, rows in history.shares.items()}
+    most = max(2.0, *(max(rows[-1]) for rows in relative.values()))
     image: Any = None
-    for index, (layer, rows) in enumerate(history.shares.items()):
-        is_last = index == len(heights) - 1
-        relative = [[share * len(rows[0]) for share in row] for row in rows]
+    for index, (layer, rows) in enumerate(relative.items()):
         over_time, at_end = figure.add_subplot(grid[index, 0]), figure.add_subplot(grid[index, 1])
-        image = _draw_heat_map(over_time, layer, relative, history.steps, colours, norm, is_last)
-        _draw_final_load(at_end, relative[-1], most, colours, norm, is_last)
+        image = _draw_heat_map(over_time, layer, rows, history.steps, shading)
+        _draw_final_load(at_end, rows[-1], most, shading)
+        if index < len(heights) - 1:
+            for axes in (over_time, at_end):
+                axes.set_xticks(axes.get_xticks(), [])
+                axes.set_xlabel("")
     bar = figure.colorbar(image, cax=figure.add_subplot(grid[:, 2]), ticks=[0.25, 0.5, 1, 2, 4])
     bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"])
     bar.ax.minorticks_off()
-    _tidy(bar.ax)
     bar.outline.set_visible(False)
-    figure.savefig(path)
+    for axes in figure.axes:
+        tidy(axes, size=8, hidden=tuple(axes.spines), grid=False)
     return figure
 
 
-def _lay_out(figure: Any, heights: Sequence[float]) -> Any:
-    """Adds the titles, and returns a grid with a row per layer: heat map, final load, colour bar."""
-    height = figure.get_figheight()
-    figure.text(0.02, 1 - 0.3 / height, "Load of the experts", size=13, weight="bold", color=_INK)
-    caption = "each row an expert: its share of the pairs (token, expert), relative to an even one"
-    figure.text(0.02, 1 - 0.52 / height, caption, size=9, color=_MUTED)
-    margins = {"left": 0.2, "right": 0.93, "top": 1 - 0.8 / height, "bottom": 0.75 / height}
-    widths = (1, 0.24, 0.022)
-    return figure.add_gridspec(
-        len(heights), 3, height_ratios=heights, width_ratios=widths, hspace=0.22, wspace=0.05, **margins
-    )
-
-
-def _draw_heat_map(
-    axes: Any, layer: str, relative: list[list[float]], steps: list[int], colours: Any, norm: Any, is_last: bool
-) -> Any:
+def _draw_heat_map(axes: Any, layer: str, relative: list[list[float]], steps: list[int], shading: Any) -> Any:
     """Draws relative loads [steps, experts] of one layer as an image of experts over steps."""
-    size = len(relative[0])
+    size, count = len(relative[0]), len(relative)
     clipped = ([min(max(v, _LEAST), _MOST) for v in row] for row in relative)
     image = axes.imshow(
         [list(column) for column in zip(*clipped, strict=True)],
         aspect="auto",
         interpolation="nearest",
-        cmap=colours,
-        norm=norm,
-        extent=(0, len(relative), size - 0.5, -0.5),
+        cmap=shading[0],
+        norm=shading[1],
+        extent=(0, count, size - 0.5, -0.5),
     )
     axes.set_yticks([0, size - 1] if size > 1 else [0])
-    ticks = _some(len(relative))
-    axes.set_xticks([tick + 0.5 for tick in ticks], [str(steps[t]) for t in ticks] if is_last else [])
-    axes.set_ylabel(layer, rotation=0, ha="right", va="center", size=9, color=_INK, labelpad=8)
-    if is_last:
-        axes.set_xlabel("step", size=9, color=_MUTED)
-    _tidy(axes)
+    shown = sorted({round(index * (count - 1) / 6) for index in range(7)}) if count > 7 else range(count)
+    axes.set_xticks([number + 0.5 for number in shown], [str(steps[number]) for number in shown])
+    axes.set_ylabel(layer, rotation=0, ha="right", va="center", size=9, color=INK, labelpad=8)
+    axes.set_xlabel("step", size=9, color=MUTED)
     return image
 
 
-def _draw_final_load(axes: Any, final: list[float], most: float, colours: Any, norm: Any, is_last: bool) -> None:
+def _draw_final_load(axes: Any, final: list[float], most: float, shading: Any) -> None:
     """Draws the last relative loads [experts] of one layer as bars."""
-    size = len(final)
-    shown = [colours(norm(min(max(value, _LEAST), _MOST))) for value in final]
-    axes.barh(range(size), final, color=shown, edgecolor=_MUTED, linewidth=0.4, height=0.78)
-    axes.axvline(1.0, color=_INK, linewidth=0.8)
-    axes.set(ylim=(size - 0.5, -0.5), xlim=(0, most))
+    colours = [shading[0](shading[1](min(max(value, _LEAST), _MOST))) for value in final]
+    axes.barh(range(len(final)), final, color=colours, edgecolor=MUTED, linewidth=0.4, height=0.78)
+    axes.axvline(1.0, color=INK, linewidth=0.8)
+    axes.set(ylim=(len(final) - 0.5, -0.5), xlim=(0, most))
     axes.set_yticks([])
-    style: dict[str, Any] = {"ha": "right", "va": "bottom", "size": 7, "color": _MUTED}
+    style: dict[str, Any] = {"ha": "right", "va": "bottom", "size": 7, "color": MUTED}
     axes.text(1.0, 1.02, f"max {max(final):.2f}", transform=axes.transAxes, **style)
     marks = [2**power for power in range(10) if 2**power <= most]
-    axes.set_xticks(marks, list(map(str, marks)) if is_last else [])
-    if is_last:
-        axes.set_xlabel("at the end", size=9, color=_MUTED)
-    _tidy(axes)
-
-
-def _some(count: int, most: int = 7) -> list[int]:
-    """Returns at most ``most`` evenly spaced indices below ``count``, with the first and the last one."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
-
-
-def _tidy(axes: Any) -> None:
-    axes.tick_params(length=0, labelsize=8, labelcolor=_MUTED)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.set_xticks(marks, list(map(str, marks)))
+    axes.set_xlabel("at the end", size=9, color=MUTED)

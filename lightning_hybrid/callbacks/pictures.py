@@ -1,23 +1,52 @@
-"""Pictures as files and as images of the Trainer's loggers."""
+"""What callbacks show: numbers for the loggers, plots in one style, pictures as files and as images of loggers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
+INK, MUTED, RULE = "#222222", "#777777", "#e4e4e0"
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#b8b0ac"
 _DPI = 200
 _PLOTS = (".png", ".svg", ".pdf")
 
+Series = dict[str, list[tuple[int, float]]]  # (optimizer step, value) by the name of the metric
 
-def plot_path(path: str | Path, default: str) -> Path:
-    """Return the path of a plot that matplotlib writes; a ValueError, with a path to set, for another suffix."""
-    if (found := Path(path)).suffix not in _PLOTS:
-        raise ValueError(f"path={str(path)!r} must end in {', '.join(_PLOTS)}; set path={default!r}")
-    return found
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(row: Tensor, strategy: Any) -> Tensor:
+    """Gathers the rows of all ranks on the host, (n,) -> (ranks, n); collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return row[None]
+    row = row.to(strategy.root_device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).cpu()
+
+
+def keep_series(series: Series, metrics: Mapping[str, Any], step: int) -> None:
+    """Append numbers to their series, which draw a run without a logger."""
+    for name, value in metrics.items():
+        series.setdefault(name, []).append((step, float(value)))
+
+
+def log_metrics(trainer: Any, metrics: Mapping[str, Any], step: int) -> None:
+    """Send numbers to the loggers, under this step."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)
+
+
+def is_wanted(step: int, first: int, every: int | None) -> bool:
+    """Return whether a step is measured: the first one, and each of an interval after it, if there is one."""
+    return step == first if every is None else step >= first and (step - first) % every == 0
 
 
 def check_counts(**counts: int) -> None:
@@ -34,11 +63,65 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name}={value} must be at least 1")
 
 
-def save_plot(figure: Any, path: Path, loggers: Sequence[Any], name: str, step: int) -> None:
-    """Write a matplotlib figure to a file, and send it to the loggers that take images."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    log_picture(loggers, name, lambda: figure, step)
+# -- plots -------------------------------------------------------------------------------------------------------------
+
+
+def plot_path(path: str | Path | None, default: str) -> Path | None:
+    """Return the path of a plot that matplotlib writes, if there is one.
+
+    Raises:
+        ValueError: It has another suffix; ``default`` is a path to set.
+    """
+    if path is not None and Path(path).suffix not in _PLOTS:
+        raise ValueError(f"path={str(path)!r} must end in {', '.join(_PLOTS)}; set path={default!r}")
+    return None if path is None else Path(path)
+
+
+def numbered(path: Path | None, step: int, every: int | None) -> Path | None:
+    """Return a path with the number of its step, if there are several."""
+    return path if path is None or every is None else path.with_stem(f"{path.stem}-{step}")
+
+
+def show_plot(
+    draw: Callable[[], Any],
+    path: Path | None,
+    loggers: Sequence[Any],
+    name: str,
+    step: int,
+    *,
+    instead: str = "leave path out",
+) -> None:
+    """Write a matplotlib figure to a file, if there is one, and send it to the loggers that take images.
+
+    Raises:
+        ImportError: matplotlib is missing; ``instead`` is what to do without.
+    """
+    if path is not None:
+        try:
+            figure = draw()
+        except ImportError as error:
+            raise ImportError(f"{path} needs matplotlib; pip install matplotlib, or {instead}") from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        log_picture(loggers, name, lambda: figure, step)
+    else:
+        log_picture(loggers, name, draw, step)
+
+
+def tidy(axes: Any, *, size: int = 9, hidden: Sequence[str] = ("top", "right", "left"), grid: bool = True) -> None:
+    """Give axes the style of all plots: small grey labels, no ticks, few lines."""
+    axes.tick_params(which="both", length=0, labelsize=size, labelcolor=MUTED)
+    axes.spines[list(hidden)].set_visible(False)
+    if grid:
+        axes.grid(axis="y", color=RULE, linewidth=0.6)
+
+
+def unit_index(units: Sequence[str], most: float, base: int = 1024) -> int:
+    """Return the index of the largest unit that is at most a number, of units each ``base`` times the one before."""
+    return max(number for number in range(len(units)) if number == 0 or most >= base**number)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
 
 
 def write_picture(svg: str, path: Path) -> None:

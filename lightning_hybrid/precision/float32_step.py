@@ -252,11 +252,9 @@ def _subsets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def shard_masters(optimizer: Optimizer, shard_of_state: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Shard loaded master weights where other states stay full, for a step that sees full parameters.
+    """Shard loaded master weights of full shape where other states stay full, for a step that sees full parameters.
 
-    Args:
-        optimizer: With states of full shape.
-        shard_of_state: Returns the local shard of a parameter's state.
+    ``shard_of_state`` returns the local shard of a parameter's state, of any shape.
     """
     for p, entry in optimizer.state.items():
         if MASTER_WEIGHT in entry and not is_absent(entry[MASTER_WEIGHT]):

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_hybrid.errors import Float8Error
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.precision.check_device_capability import FLOAT8, dotted
+from lightning_hybrid.precision.capability import FLOAT8, dotted
 
 _MULTIPLE = 16  # of the sizes that the products of a GPU take
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -140,13 +140,9 @@ class _Place(NamedTuple):
 
 @dataclass
 class Float8Layers:
-    """The linear layers of a module that are converted, until `restore`.
+    """The linear layers of a module that are converted, until `restore`."""
 
-    Attributes:
-        left: Why others are as they were, by FQN.
-    """
-
-    left: dict[str, str]
+    left: dict[str, str]  # why others are as they were, by FQN
     _places: list[_Place] = field(default_factory=list)
 
     def convert(self, root: nn.Module, names: Sequence[str], config: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -83,9 +83,9 @@ class HybridPrecision(MixedPrecision):
         self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
         self.reduce_dtype = parse_message_dtype("reduce_dtype", reduce_dtype)
         self.gather_dtype = parse_message_dtype("gather_dtype", gather_dtype)
-        self._float32_steps: ExitStack | None = None  # while optimizers step in float32
+        self._float32_steps: list[Float32Step] = []  # while optimizers step in float32
         self.float8 = float8
-        self._float8_layers: Float8Layers | None = None
+        self._float8_layers = Float8Layers({})  # none yet
         self.precision = precision
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._follows_model = device is None
@@ -99,7 +99,7 @@ class HybridPrecision(MixedPrecision):
         elif precision == "64-true":
             self._format = DoublePrecision()
         self.mesh: Mesh | None = None
-        self._norm: MeshNorm | None = None
+        self._norm: MeshNorm | None = None  # where other ranks have other gradients
         self.around_clipping: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
@@ -144,7 +144,8 @@ class HybridPrecision(MixedPrecision):
             around_clipping: entered around clipping.
         """
         self.mesh, self.around_clipping = mesh, around_clipping
-        self._norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes, parts=parts)
+        norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes, parts=parts)
+        self._norm = None if norm.is_local else norm
         if self.scaler is not None:
             self.scaler.mesh = mesh
 
@@ -185,13 +186,16 @@ class HybridPrecision(MixedPrecision):
         rounding: Rounding = round_to_nearest
         if self.stochastic_rounding:
             rounding = KeyedRounding(names, seed=seed, step=step, shardings=shardings)
-        if self._float32_steps is None:
-            self._float32_steps = ExitStack()
-        steps = self._float32_steps.enter_context(ExitStack())
+        first = len(self._float32_steps)
         for optimizer in optimizers:
-            made = Float32Step(optimizer, keeps_masters=self.master_weights, rounding=rounding)
-            steps.callback(made.close)
-        return steps.close
+            self._float32_steps.append(Float32Step(optimizer, keeps_masters=self.master_weights, rounding=rounding))
+        made = self._float32_steps[first:]
+
+        def undo() -> None:
+            for each in reversed(made):
+                each.close()
+
+        return undo
 
     @property
     def loss_scale(self) -> float:
@@ -200,7 +204,7 @@ class HybridPrecision(MixedPrecision):
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Computes the 2-norm of the gradients, a scalar; over all ranks, and collective, if a mesh is connected."""
-        if self._norm is None or self._norm.is_local:
+        if self._norm is None:
             return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return self._norm.grad_norm(parameters)
 
@@ -216,7 +220,7 @@ class HybridPrecision(MixedPrecision):
             self.device = next((device for device in devices if device != "meta"), self.device)
             if self.scaler is not None:
                 self.scaler.use_device(self.device)
-        if self.steps_in_float32 and self._float32_steps is None:  # a strategy of Lightning's
+        if self.steps_in_float32 and not self._float32_steps:  # a strategy of Lightning's
             module: Any = getattr(model, "module", model)  # which it may have wrapped
             names = ParameterNames(module, optimizers)
             self.step_in_float32(optimizers, names, step=lambda: module.trainer.global_step)
@@ -226,17 +230,12 @@ class HybridPrecision(MixedPrecision):
         """Converts parameters and buffers to the dtype of a "-true" precision, and linear layers to float8."""
         module = self._format.convert_module(module)
         if self.float8 is not None:
-            self._restore_linears()
+            self._float8_layers.restore()
             if self._is_mixed:
                 self.float8.check_autocast()
             self._float8_layers = self.float8.convert(module)
             rank_zero_info(str(self._float8_layers))
         return module
-
-    def _restore_linears(self) -> None:
-        if self._float8_layers is not None:
-            self._float8_layers.restore()
-            self._float8_layers = None
 
     def convert_input(self, data: Any) -> Any:
         """Converts a batch to the dtype of a "-true" precision."""
@@ -278,7 +277,7 @@ class HybridPrecision(MixedPrecision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips gradients by the norm over all ranks."""
-        if self._norm is None or self._norm.is_local:
+        if self._norm is None:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             self._norm.clip(self.main_params(optimizer), clip_val)
@@ -301,17 +300,18 @@ class HybridPrecision(MixedPrecision):
     def teardown(self) -> None:
         """Disconnects the mesh, whose process groups end with the run."""
         super().teardown()
-        if self._float32_steps is not None:
-            self._float32_steps.close()
-        self._restore_linears()
-        self.mesh = self._norm = self._float32_steps = None
+        for step in reversed(self._float32_steps):
+            step.close()
+        self._float32_steps.clear()
+        self._float8_layers.restore()
+        self.mesh = self._norm = None
         self.around_clipping = nullcontext
         if self.scaler is not None:
             self.scaler.mesh = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the number format and the loss scale, without process groups."""
-        return {**vars(self), "mesh": None, "_norm": None, "_float32_steps": None, "_float8_layers": None}
+        return {**vars(self), "mesh": None, "_norm": None, "_float32_steps": [], "_float8_layers": Float8Layers({})}
 
     @property
     def _is_mixed(self) -> bool:

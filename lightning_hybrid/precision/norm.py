@@ -15,19 +15,15 @@ from lightning_hybrid.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class MeshNorm:
-    """Computes gradient norms over a mesh, and clips by them.
+    """Computes gradient norms over a mesh, and clips by them."""
 
-    Attributes:
-        mesh: the ranks.
-        owned_parameters: returns the ids of the parameters that this rank counts. One that several ranks have (tied
-            over stages, replicated over "tp") is owned by one of them.
-        axes: mesh axes along which ranks have other parameters, or other shards of them.
-        parts: returns, for a parameter and its gradient, the slices that this rank counts; the full gradient if None.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # the ranks
+    # returns the ids of the parameters that this rank counts. One that several ranks have (tied over stages,
+    # replicated over "tp") is owned by one of them
     owned_parameters: Callable[[], Set[int]]
+    # mesh axes along which ranks have other parameters, or other shards of them
     axes: Sequence[str] = ("pp", "cp", "parts")
+    # returns, for a parameter and its gradient, the slices that this rank counts; the full gradient if None
     parts: Callable[[Tensor, Tensor], list[Tensor]] | None = None
 
     @property

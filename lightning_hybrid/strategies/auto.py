@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
+from lightning_hybrid.callbacks.lost_time.files import path_of_measured_costs
 from lightning_hybrid.memory.free import free_on_host
 from lightning_hybrid.memory.recompute.amounts import parse_budget
 from lightning_hybrid.predict.costs.layers import EXPERT_PROOF

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid.experts.parallel.record_expert_costs import ExpertCosts
+from lightning_hybrid.experts.parallel.costs import ExpertCosts
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.params.placement import Replicated

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
-from lightning_hybrid.callbacks import ExpertLoadMonitor, expert_load
+from lightning_hybrid.callbacks import ExpertLoadMonitor, pictures
 from lightning_hybrid.callbacks.expert_load import find_layers
 from lightning_hybrid.experts import MoE, Report
 from lightning_hybrid.experts.metrics import DroppedShare, ExpertLoad, LoadBalance, LoadEntropy, RouterEntropy
@@ -87,7 +87,7 @@ def test_monitor_reports_each_layer_in_training_only(tmp_path):
     module = Mixed()
     assert [name for name, _ in find_layers(module)] == ["moe", "gate"]
     monitor = ExpertLoadMonitor(tmp_path / "there" / "load.png", every_n_steps=3)
-    with mock.patch.object(expert_load, "log_picture") as logged:
+    with mock.patch.object(pictures, "log_picture") as logged:
         trainer = fit(module, monitor)
     assert logged.call_args.args[1::2] == ("expert_load", 4)
     training = [seen for seen in module.seen if seen is not None][:4]

@@ -1,6 +1,7 @@
 """A table, a picture, an estimate or a monitor that fails is a warning: made to fail one after the other."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy, soft_failures
 from lightning_hybrid.callbacks import ExpertLoadMonitor, GoodputMonitor, MemoryMonitor, PipelineTimeline, RunPlot
-from lightning_hybrid.callbacks.monitors.throughput_monitor import ThroughputMonitor
-from lightning_hybrid.experts.moe.moe_layer import MoE
+from lightning_hybrid.callbacks.monitors.throughput import ThroughputMonitor
+from lightning_hybrid.experts.moe.layer import MoE
 from models.regression import Sequential
 
 CALLBACKS, DESCRIPTION = "lightning_hybrid.callbacks.", "lightning_hybrid.strategies.description."
@@ -22,25 +23,25 @@ FAIL = {
     f"{DESCRIPTION}monitors._flops_per_sample": "the FLOPs of a step",
     f"{DESCRIPTION}monitors.memory_of_stages": "the estimated memory of a rank",
     "lightning_hybrid.strategies.execution.measure_first_activations.bytes_saved_behind": "the measured size",
-    f"{CALLBACKS}action_times.Timeline": "the record of a step",
-    f"{CALLBACKS}pipeline_timeline.write_picture": "PipelineTimeline",
-    f"{CALLBACKS}pipeline_timeline.batch_size_of": "PipelineTimeline",
-    f"{CALLBACKS}pipeline_timeline.write_lost_time": "PipelineTimeline",
-    f"{CALLBACKS}pipeline_timeline.write_measured_costs": "the file of measured costs",
-    f"{CALLBACKS}pipeline_timeline.elements_per_sample": "the file of measured costs",
-    f"{CALLBACKS}pipeline_timeline.checksum_of_names": "PipelineTimeline",
-    f"{CALLBACKS}lost_time.measured_steps.MeasuredSteps.proposal": "the proposal of other pipeline_cuts",
-    f"{CALLBACKS}run_plot.batch_size_of": "RunPlot",
-    f"{CALLBACKS}run_plot.log_picture": "RunPlot",
-    f"{MONITORS}throughput_monitor.batch_size_of": "ThroughputMonitor",
-    f"{MONITORS}throughput_monitor.keep_series": "ThroughputMonitor",
-    f"{MONITORS}throughput_monitor.StepFlopCounter.start": "ThroughputMonitor",
+    f"{CALLBACKS}actions.Timeline": "the record of a step",
+    f"{CALLBACKS}pictures.write_picture": "PipelineTimeline",
+    f"{CALLBACKS}timeline.batch_size_of": "PipelineTimeline",
+    f"{CALLBACKS}timeline.write_lost_time": "PipelineTimeline",
+    f"{CALLBACKS}timeline.write_measured_costs": "the file of measured costs",
+    f"{CALLBACKS}timeline.elements_per_sample": "the file of measured costs",
+    f"{CALLBACKS}timeline.checksum_of_names": "PipelineTimeline",
+    f"{CALLBACKS}lost_time.steps.MeasuredSteps.proposal": "the proposal of other pipeline_cuts",
+    f"{CALLBACKS}plot.batch_size_of": "RunPlot",
+    f"{CALLBACKS}pictures.show_plot": "RunPlot",
+    f"{MONITORS}throughput.batch_size_of": "ThroughputMonitor",
+    f"{MONITORS}throughput.keep_series": "ThroughputMonitor",
+    f"{MONITORS}throughput.StepFlopCounter.start": "ThroughputMonitor",
     "lightning_hybrid.step.standins.count_flops_bytes_and_draws._flops_of_kernel": "the number of FLOPs",
-    f"{MONITORS}memory_monitor.find_holders": "MemoryMonitor",
-    f"{MONITORS}memory_monitor.PeakMeter.stop": "MemoryMonitor",
-    f"{MONITORS}memory_monitor.memory_table": "MemoryMonitor",
-    f"{MONITORS}goodput_monitor.batch_size_of": "GoodputMonitor",
-    f"{MONITORS}goodput_monitor._draw": "GoodputMonitor",
+    f"{MONITORS}memory.find_holders": "MemoryMonitor",
+    f"{MONITORS}memory.PeakMeter.stop": "MemoryMonitor",
+    f"{MONITORS}memory.memory_table": "MemoryMonitor",
+    f"{MONITORS}goodput.batch_size_of": "GoodputMonitor",
+    f"{MONITORS}goodput._draw": "GoodputMonitor",
     f"{CALLBACKS}expert_load._of_report": "ExpertLoadMonitor",
     f"{CALLBACKS}expert_load.entropy_of_load": "ExpertLoadMonitor",
     f"{CALLBACKS}expert_load.draw_loads": "ExpertLoadMonitor",
@@ -74,7 +75,7 @@ def fit(folder, world_size=1, draws=""):
         PipelineTimeline(folder / "timeline.svg", step=2, every_n_steps=1, rebalance=True),
         ThroughputMonitor(window_size=2),
         MemoryMonitor(),
-        GoodputMonitor(folder / "goodput.svg" if "goodput_monitor" in draws else None),
+        GoodputMonitor(folder / "goodput.svg" if "goodput" in draws else None),
         ExpertLoadMonitor(folder / "experts.svg" if "draw_loads" in draws else None, every_n_steps=2),
         RunPlot(folder / "run.svg"),
     ]
@@ -102,7 +103,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("what", FAIL)
 def test_what_fails_is_one_warning(tmp_path, monkeypatch, undisturbed, what):
-    monkeypatch.setattr(RunPlot, "_draw", lambda *_: None)
+    monkeypatch.setattr(RunPlot, "_draw", lambda *_: mock.Mock())
     monkeypatch.setattr(what, fails)
     monkeypatch.setattr(soft_failures, "_warned", set())
     parameters, seen = fit(tmp_path, draws=what)
@@ -115,9 +116,9 @@ def test_what_fails_is_one_warning(tmp_path, monkeypatch, undisturbed, what):
 def fit_where_one_rank_fails(folder, rank):
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == rank:
-            for name in ("memory_monitor.find_holders", "throughput_monitor.batch_size_of"):
+            for name in ("memory.find_holders", "throughput.batch_size_of"):
                 patch.setattr(f"{MONITORS}{name}", fails)
-            patch.setattr(f"{CALLBACKS}run_plot.find_loss", fails)
+            patch.setattr(f"{CALLBACKS}plot.find_loss", fails)
         return [text for text in fit(folder, 2)[1] if "on purpose" in text]
 
 

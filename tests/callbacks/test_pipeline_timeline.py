@@ -18,8 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks import PipelineTimeline, pipeline_timeline
-from lightning_hybrid.callbacks.action_times import select_ranks, work_and_bound
+from lightning_hybrid.callbacks import PipelineTimeline
+from lightning_hybrid.callbacks import timeline as timelines
+from lightning_hybrid.callbacks.actions import select_ranks, work_and_bound
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.schedule import chain, make_schedule, simulate
 from models.regression import Sequential
@@ -247,7 +248,7 @@ def test_loggers_receive_numbers_and_images():
 
 @pytest.mark.world(2)
 def test_another_strategy_is_reported():
-    with mock.patch.object(pipeline_timeline, "rank_zero_info") as info:
+    with mock.patch.object(timelines, "rank_zero_info") as info:
         fit(PipelineTimeline(step=1), max_steps=1, strategy="ddp")
     assert written() == []
     assert "DDPStrategy, which records no actions" in info.call_args.args[0]
@@ -263,7 +264,7 @@ def test_ranks_that_a_run_does_not_have_are_refused():
 def test_a_resumed_run_counts_a_step_that_has_passed_from_its_start():
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
     fit(max_steps=3, **options).save_checkpoint("step3.ckpt")
-    with mock.patch.object(pipeline_timeline, "rank_zero_info") as info:
+    with mock.patch.object(timelines, "rank_zero_info") as info:
         fit(PipelineTimeline(step=2), ckpt_path="step3.ckpt", max_steps=6, **options)
     assert written() == ["timeline.svg"]
     assert "the run starts after step=2, so it draws step 5" in info.call_args_list[0].args[0]

@@ -11,8 +11,9 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks import GoodputMonitor, MemoryMonitor, RunPlot, ThroughputMonitor, run_plot
-from lightning_hybrid.callbacks.run_plot import PANELS, draw_panel, logged_panels
+from lightning_hybrid.callbacks import GoodputMonitor, MemoryMonitor, RunPlot, ThroughputMonitor, pictures
+from lightning_hybrid.callbacks import plot as run_plot
+from lightning_hybrid.callbacks.plot import PANELS, draw_panel, logged_panels
 from models.regression import Sequential
 
 
@@ -56,7 +57,7 @@ def test_losses_are_means_over_replicas_and_samples_are_counted_once(options):
             pass
 
     plot = RunPlot("there/run.png")
-    with mock.patch.object(run_plot, "_ON_DEVICE", 3), mock.patch.object(run_plot, "log_picture") as logged:
+    with mock.patch.object(run_plot, "_ON_DEVICE", 3), mock.patch.object(pictures, "log_picture") as logged:
         own = fit(plot, Evaluated(), **options)
     replicas = [None, None]
     dist.all_gather_object(replicas, own)
@@ -94,7 +95,7 @@ def test_another_suffix_is_refused():
 def test_series_of_monitors_are_panels_without_a_logger():
     monitors = [ThroughputMonitor(window_size=2, available_flops=1e9), MemoryMonitor(step=3), GoodputMonitor()]
     plot = RunPlot("run.svg")
-    with mock.patch.object(run_plot, "log_picture") as logged:
+    with mock.patch.object(pictures, "log_picture") as logged:
         fit(plot, Sequential(), monitors=monitors)
     if dist.get_rank() > 0:
         return

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
+from lightning_hybrid.callbacks.monitors.holders import PeakMeter
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.layers import Recomputation

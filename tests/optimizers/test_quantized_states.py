@@ -11,7 +11,7 @@ from torch import nn
 
 from harness.fits import EACH_SHARDING, Run, check, fit, reference_of, refusal
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
+from lightning_hybrid.callbacks.monitors.holders import bytes_by_kind, find_holders
 from lightning_hybrid.errors import QuantizedStatesError
 from lightning_hybrid.optimizers.trial import (
     StateSizes,

@@ -5,7 +5,7 @@ import torch
 
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.errors import PrecisionError
-from lightning_hybrid.precision.check_device_capability import check_device_precision
+from lightning_hybrid.precision.capability import check_device_precision
 
 CUDA = torch.device("cuda", 1)
 

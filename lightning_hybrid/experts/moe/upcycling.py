@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.moe_layer import MoE
-from lightning_hybrid.experts.moe.recognise_dense_mlp import DenseMLP, NotAnMLP, experts_of, recognise
+from lightning_hybrid.experts.moe.dense import DenseMLP, NotAnMLP, experts_of, recognise
+from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.routers import Routing, TopKRouter
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside
@@ -52,7 +52,7 @@ class UpcycledMLP(nn.Module):
         super().__init__()
         self.moe = moe
         self.num_experts = moe.experts.num_experts
-        self.is_grouped = dense.up is not None
+        self.is_grouped = bool(dense.matrices)
         self.dropout = nn.Dropout(dense.dropout)
         self._dense_names = dense_names
         self._emits_loss = emits_loss
@@ -143,7 +143,7 @@ def upcycle_mlp(
     if noise:
         _add_noise(copies, noise)
     like = next(module.parameters())
-    width = 1 if dense.up is None else dense.up.of(module)[0].shape[0]
+    width = dense.matrices[-1].weight_of(module).shape[1] if dense.matrices else 1
     moe = MoE(dense.dim, width, num_experts=num_experts, capacity_factor=capacity_factor)
     moe.router = NormalizedTopKRouter(
         dense.dim, num_experts, top_k, balance_loss=balance_loss, z_loss=z_loss, jitter=jitter
@@ -151,7 +151,7 @@ def upcycle_mlp(
     moe = moe.to(like.device, like.dtype)
     nn.init.normal_(moe.router.weight, 0.0, router_std)
     moe.name = fqn
-    experts = ListedExperts(copies, takes_rows=dense.takes_rows) if dense.up is None else experts_of(dense, copies)
+    experts = experts_of(dense, copies) if dense.matrices else ListedExperts(copies, takes_rows=dense.takes_rows)
     moe.experts = experts  # type: ignore[assignment]
     names = tuple(name for name, _ in module.named_parameters())
     made = UpcycledMLP(moe, dense, names, emits_loss=balance_loss > 0 or z_loss > 0)

@@ -12,15 +12,10 @@ SPELLINGS = "a number of bytes with its unit such as '6GiB' or '500 MB', or a sh
 
 
 class Budget(NamedTuple):
-    """Bytes that a rank may use; one of the two is set.
+    """Bytes that a rank may use; one of the two is set."""
 
-    Attributes:
-        nbytes: A number of bytes.
-        share: Of the memory that is free for the rank, at most 1.
-    """
-
-    nbytes: int | None = None
-    share: float | None = None
+    nbytes: int | None = None  # a number of bytes
+    share: float | None = None  # of the memory that is free for the rank, at most 1
 
 
 def parse_budget(text: Any) -> Budget | None:

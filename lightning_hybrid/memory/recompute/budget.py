@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute.profile import Interval, ProfiledRun, StepProfile
-from lightning_hybrid.memory.recompute.selective import LayerCosts, LayerRun, storage_bytes
+from lightning_hybrid.memory.recompute.selective import NO_COSTS, LayerCosts, LayerRun, storage_bytes
 
 # Parts of the bytes of a layer, up to which it may keep results of products.
 SHARES = tuple(tenths / 10 for tenths in range(1, 10))
@@ -43,17 +44,11 @@ _GAP = 2e-3  # of the work, at which the search ends
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A choice for one layer.
+    """A choice for one layer."""
 
-    Attributes:
-        level: 0, or `EVERYTHING`, or the number of one of `SHARES`, from 1.
-        input_bytes: The most bytes of its inputs for which it holds.
-        costs: Of its run with the most saved bytes.
-    """
-
-    level: int
-    input_bytes: int
-    costs: LayerCosts
+    level: int  # 0, or `EVERYTHING`, or the number of one of `SHARES`, from 1
+    input_bytes: int  # the most bytes of its inputs for which it holds
+    costs: LayerCosts  # of its run with the most saved bytes
 
     @property
     def keeps_all(self) -> bool:
@@ -86,27 +81,20 @@ class LayerPlan:
         return kept / self.costs.saved_bytes if kept else 0.0
 
 
+_IN_FULL = LayerPlan(0, sys.maxsize, NO_COSTS)  # of a layer for which nothing is chosen yet
+
+
 @dataclass(frozen=True)
 class BudgetReport:
-    """What a profile has shown, and what was chosen.
+    """What a profile has shown, and what was chosen."""
 
-    Attributes:
-        budget: In bytes.
-        peak: That is expected, in bytes.
-        floor: The peak if all layers are recomputed in full, in bytes.
-        before: Bytes that were alive as the profile began: parameters, optimizer states, and gradients if they stay.
-        num_runs: Of layers in the profile.
-        kept_share: By layer, the share of the bytes that autograd would save that is kept.
-        recomputed_share: Of the bytes that autograd would save in all of these runs.
-    """
-
-    budget: int
-    peak: int
-    floor: int
-    before: int
-    num_runs: int
-    kept_share: dict[str, float]
-    recomputed_share: float
+    budget: int  # in bytes
+    peak: int  # that is expected, in bytes
+    floor: int  # the peak if all layers are recomputed in full, in bytes
+    before: int  # bytes that were alive as the profile began: parameters, optimizer states, and gradients if they stay
+    num_runs: int  # of layers in the profile
+    kept_share: dict[str, float]  # by layer, the share of the bytes that autograd would save that is kept
+    recomputed_share: float  # of the bytes that autograd would save in all of these runs
 
 
 class BudgetedLayers:
@@ -154,9 +142,8 @@ class BudgetedLayers:
             other_bytes: That an allocator counts as used; None where none counts them.
         """
         begins = self._profile is None
-        if self._profile is None:
-            self._profile = StepProfile(self._device)
-            self._num_profiles += 1
+        self._profile = self._profile or StepProfile(self._device)
+        self._num_profiles += begins
         live = self._profile.live
         live.track(tensors)
         if begins:
@@ -203,24 +190,17 @@ class BudgetedLayers:
         return program is not None
 
     def agreed(self, levels: Mapping[str, int], error: RecomputeError | None) -> Mapping[str, int]:
-        """Returns the levels of layers that all ranks take; here, each rank its own.
-
-        Args:
-            levels: That this rank chose, by FQN.
-            error: Why it could not.
+        """Returns the levels that all ranks take, by FQN, from those that this rank chose; here, each rank its own.
 
         Raises:
-            RecomputeError: There is an error.
+            RecomputeError: It could not choose.
         """
         if error is not None:
             raise error
         return levels
 
     def allowed_bytes(self, before: int) -> int:
-        """Returns the bytes that this rank may use now.
-
-        Args:
-            before: Those that it uses.
+        """Returns the bytes that this rank may use now, from those that it uses.
 
         Raises:
             RecomputeError: The budget is a share, and the free memory is unknown.
@@ -234,9 +214,7 @@ class BudgetedLayers:
 
     def _knows(self, run: ProfiledRun) -> bool:
         """Whether there is a choice for a profiled run, made for inputs that are as large."""
-        plan = self.plans.get(run.fqn)
-        assert run.measured is not None
-        return plan is not None and run.measured.input_bytes <= plan.input_bytes
+        return run.fqn in self.plans and run.measured.input_bytes <= self.plans[run.fqn].input_bytes
 
     def _choose_from(self, profile: StepProfile) -> _Program:
         budget, highest = self._budget(self._before), profile.highest
@@ -248,9 +226,8 @@ class BudgetedLayers:
 
     def _report(self, program: _Program, runs: Sequence[ProfiledRun]) -> BudgetReport:
         shares = {run.fqn: self.plans[run.fqn].kept_share for run in runs}
-        saved = [(shares[run.fqn], run.measured.saved_bytes) for run in runs if run.measured is not None]
-        total = sum(nbytes for _, nbytes in saved)
-        kept = sum(share * nbytes for share, nbytes in saved)
+        total = sum(run.measured.saved_bytes for run in runs)
+        kept = sum(shares[run.fqn] * run.measured.saved_bytes for run in runs)
         recomputed = max(0.0, 1.0 - kept / total) if total else 0.0
         budget, peak, floor = self._budget(self._before), program.peak(self.plans), program.floor
         return BudgetReport(budget, peak, floor, self._before, len(runs), shares, recomputed)
@@ -277,13 +254,11 @@ class BudgetedLayers:
         """Begins a run of a layer with these inputs of any shape; returns None if it keeps everything."""
         if self._profile is not None:
             return ProfiledRun(self._profile, fqn, inputs)
-        plan = self.plans.get(fqn)
-        if plan is not None and storage_bytes(inputs) > plan.input_bytes:
+        plan = self.plans.get(fqn, _IN_FULL)
+        if storage_bytes(inputs) > plan.input_bytes:
             self._needs_profile = True
-            plan = plan if self.is_agreed else None
-        if plan is not None and plan.keeps_all:
-            return None
-        return LayerRun(frozenset() if plan is None else plan.kept)
+            plan = plan if self.is_agreed else _IN_FULL
+        return None if plan.keeps_all else LayerRun(plan.kept)
 
 
 class _Program:
@@ -297,7 +272,6 @@ class _Program:
         largest: dict[str, LayerPlan] = {}
         for run in profile.runs:
             costs = run.measured
-            assert costs is not None
             before = largest.get(run.fqn, LayerPlan(0, 0, costs))
             inputs = max(before.input_bytes, costs.input_bytes)
             most = max(before.costs, costs, key=lambda each: each.saved_bytes)
@@ -356,7 +330,6 @@ class _Program:
         return np.array(rows), np.array(highest, dtype=float)
 
     def _bytes(self, run: ProfiledRun, *, unsaved: bool = False) -> np.ndarray:
-        assert run.measured is not None
         return np.array([plan.bytes_of(run.measured, unsaved=unsaved) for plan in self._choices[run.fqn]], dtype=float)
 
 

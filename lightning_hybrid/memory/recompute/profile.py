@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.memory.recompute.selective import KeptResult, LayerCosts, MeasuredRun, plain_tensors
+from lightning_hybrid.memory.recompute.selective import NO_COSTS, KeptResult, MeasuredRun, plain_tensors
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 
 
@@ -107,18 +107,18 @@ class ProfiledRun(MeasuredRun):
     def __init__(self, profile: StepProfile, fqn: str, inputs: Iterable[Tensor]) -> None:
         super().__init__(inputs)
         self.fqn, self._profile = fqn, profile
-        self.measured: LayerCosts | None = None
+        self.measured, self._has_returned = NO_COSTS, False
         self.bytes_before, self.forward_bytes = profile.live.now, 0
         profile.mark("enter", self)
 
     def returned(self, out: Any) -> None:
         """Ends the forward."""
-        self.measured = self.costs(plain_tensors(out))
+        self.measured, self._has_returned = self.costs(plain_tensors(out)), True
         self._profile.mark("leave", self)
 
     def begin_repetition(self) -> dict[int, KeptResult]:
         """Begins to repeat the forward, as the backward begins."""
-        if self.measured is not None:
+        if self._has_returned:
             self._profile.mark("restore", self)
         self._bytes = self._profile.live.now
         return super().begin_repetition()
@@ -126,23 +126,17 @@ class ProfiledRun(MeasuredRun):
     def end_repetition(self) -> None:
         """Ends what `begin_repetition` began."""
         super().end_repetition()
-        if self.measured is not None:
+        if self._has_returned:
             self.forward_bytes = self._profile.live.peak - self._bytes
             self._profile.mark("restored", self)
 
 
 class Interval(NamedTuple):
-    """The time after one event until the next one.
+    """The time after one event until the next one."""
 
-    Attributes:
-        kind: Of the event that begins it.
-        run: The layer's run that the event belongs to; None at the beginning, and for "optimizer".
-        peak: The most bytes that were alive in it.
-    """
-
-    kind: Kind | None
-    run: ProfiledRun | None
-    peak: int
+    kind: Kind | None  # of the event that begins it
+    run: ProfiledRun | None  # the layer's run that the event belongs to; None at the beginning, and for "optimizer"
+    peak: int  # the most bytes that were alive in it
 
 
 class StepProfile:

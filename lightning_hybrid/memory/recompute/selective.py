@@ -36,34 +36,22 @@ _BELOW = torch._C.DispatchKey.ADInplaceOrView
 
 
 class Product(NamedTuple):
-    """One matrix product, convolution or attention of a layer, or a collective.
+    """One matrix product, convolution or attention of a layer, or a collective."""
 
-    Attributes:
-        work: In floating-point operations; infinite for a collective, whose result is always kept.
-        nbytes: Of its results.
-        is_saved: Whether autograd saves a result, so that it takes no more memory to keep it.
-    """
-
-    work: float
-    nbytes: int
-    is_saved: bool
+    work: float  # in floating-point operations; infinite for a collective, whose result is always kept
+    nbytes: int  # of its results
+    is_saved: bool  # whether autograd saves a result, so that it takes no more memory to keep it
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one run of a layer would save without recomputation, and what it computes.
+    """What one run of a layer would save without recomputation, and what it computes."""
 
-    Attributes:
-        products: In order, without those after the last tensor that autograd saves: a recomputation ends there.
-        input_bytes: Of its inputs, which each policy saves.
-        saved_bytes: That autograd saves besides inputs, outputs and weights.
-        work: In floating-point operations of a matrix product.
-    """
-
+    # in order, without those after the last tensor that autograd saves: a recomputation ends there
     products: tuple[Product, ...]
-    input_bytes: int
-    saved_bytes: int
-    work: float
+    input_bytes: int  # of its inputs, which each policy saves
+    saved_bytes: int  # that autograd saves besides inputs, outputs and weights
+    work: float  # in floating-point operations of a matrix product
 
     def chosen(self, share: float) -> frozenset[int]:
         """Returns the products whose results are kept: those of the most work per byte, until the share is used.
@@ -85,6 +73,9 @@ class LayerCosts:
         """Returns the bytes of these results, or of those among them that autograd does not save."""
         found = (self.products[number] for number in kept if number < len(self.products))
         return sum(product.nbytes for product in found if not (unsaved and product.is_saved))
+
+
+NO_COSTS = LayerCosts((), 0, 0, 0.0)
 
 
 class SelectedResults:

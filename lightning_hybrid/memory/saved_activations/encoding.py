@@ -57,17 +57,11 @@ def unpack_codes(packed: Tensor, bits: int, length: int) -> Tensor:
 
 
 class TwoValues(NamedTuple):
-    """A tensor that holds at most two values.
+    """A tensor that holds at most two values."""
 
-    Attributes:
-        packed: One bit per value, uint8.
-        values: The two values, of shape (2,).
-        length: The number of values.
-    """
-
-    packed: Tensor
-    values: Tensor
-    length: int
+    packed: Tensor  # one bit per value, uint8
+    values: Tensor  # the two values, of shape (2,)
+    length: int  # the number of values
 
     def decode(self) -> Tensor:
         """Returns the tensor, of shape (length,)."""
@@ -151,6 +145,20 @@ class Encoded(NamedTuple):
     parts: tuple[Tensor, ...]
     decode: Callable[..., Tensor]
 
+    @property
+    def is_same(self) -> bool:
+        """Whether the tensor is as it was."""
+        return self.decode is _same
+
+
+def as_it_is(flat: Tensor) -> Encoded:
+    """Encodes a tensor of shape (n,) as itself."""
+    return Encoded((flat,), _same)
+
+
+def _same(flat: Tensor) -> Tensor:
+    return flat
+
 
 class ExponentialWatch(TorchFunctionMode):
     """Marks the functions whose backward takes the exponential of values that they save.
@@ -180,20 +188,15 @@ def role_of(tensor: Tensor) -> Role:
     return "sign" if name == _BY_SIGN else "exact" if name in _EXACT else "value"
 
 
-def encode(
-    flat: Tensor, role: Role, *, in_graph: bool, bits: int | None, generator: Callable[[], torch.Generator]
-) -> Encoded | None:
-    """Encodes a tensor.
+def encode(flat: Tensor, role: Role, *, in_graph: bool, bits: int, generator: Callable[[], torch.Generator]) -> Encoded:
+    """Encodes a tensor, which may stay as it is.
 
     Args:
         flat: Of shape (n,).
         role: What the backward needs of it.
         in_graph: Whether autograd has computed it from parameters, so that it is no data, mask or statistic.
-        bits: Of a quantized value; None quantizes nothing.
+        bits: Of a quantized value; 0 quantizes nothing.
         generator: Returns the generator of the rounding.
-
-    Returns:
-        The encoded tensor; None if it stays as it is.
     """
     if role == "sign":
         # NaN is no zero: the backward of ReLU passes its gradient.
@@ -201,12 +204,12 @@ def encode(
         return Encoded((packed,), partial(_signs, length=len(flat), dtype=flat.dtype))
     if not flat.is_floating_point() and not flat.is_complex() and flat.dtype != torch.bool:
         integers = pack_integers(flat)
-        return None if integers is None else Encoded(integers, unpack_integers)
+        return Encoded(integers, unpack_integers) if integers else as_it_is(flat)
     if flat.dtype == torch.bool or (flat.dtype in _QUANTIZED and not in_graph):
         two = pack_two_values(flat)
-        return None if two is None else Encoded((two.packed, two.values), partial(_two_values, length=len(flat)))
-    if flat.dtype not in _QUANTIZED or role == "exact" or bits is None:
-        return None
+        return Encoded((two.packed, two.values), partial(_two_values, length=len(flat))) if two else as_it_is(flat)
+    if flat.dtype not in _QUANTIZED or role == "exact" or not bits:
+        return as_it_is(flat)
     parts = quantize(flat, bits, generator())
     return Encoded(parts, partial(dequantize, bits=bits, length=len(flat), dtype=flat.dtype))
 

@@ -12,6 +12,7 @@ values received from other stages stay, since something else keeps them alive. R
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 import zlib
 from collections import Counter
@@ -29,16 +30,21 @@ from lightning_hybrid.memory.saved_activations.encoding import (
     Encoded,
     ExponentialWatch,
     Role,
+    as_it_is,
     encode,
     role_of,
 )
+from lightning_hybrid.memory.saved_activations.places import InPlace
 from lightning_hybrid.memory.saved_activations.requests import Compression
 from lightning_hybrid.memory.saved_activations.storage import (
     KeptStorage,
+    OnDevice,
     Place,
+    Placed,
     SavedTensor,
     SavedView,
     StoredStorage,
+    no_storage,
 )
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
@@ -52,54 +58,38 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 @dataclass
 class Moving:
-    """Where saved tensors are moved to, and which share of them.
+    """Where saved tensors are moved to, and which share of them."""
 
-    Attributes:
-        place: Where to.
-        min_bytes: Of a storage that is moved.
-        shares: Share of the bytes that is moved, by layer.
-    """
+    place: Place  # where to
+    min_bytes: int  # of a storage that is moved
+    shares: Mapping[str, float]  # share of the bytes that is moved, by layer
 
-    place: Place
-    min_bytes: int
-    shares: Mapping[str, float]
+
+# What leaves all tensors as they are.
+_EXACT, _STAYING = Compression(8, sys.maxsize), Moving(InPlace(), sys.maxsize, {})
 
 
 @dataclass
 class SavedBytes:
-    """Bytes of saved storages, each counted once, without parameters and what something else keeps alive.
+    """Bytes of saved storages, each counted once, without parameters and what something else keeps alive."""
 
-    Attributes:
-        saved: Of the tensors that autograd has saved.
-        on_device: Of what is on the device in their place.
-    """
-
-    saved: int = 0
-    on_device: int = 0
+    saved: int = 0  # of the tensors that autograd has saved
+    on_device: int = 0  # of what is on the device in their place
 
 
 @dataclass
 class _LayerRun:
-    """One run of a layer.
-
-    Attributes:
-        outside: Ids of storages that something else keeps alive.
-        outer: The hooks on saved tensors around the layer's.
-        key: Of its random numbers.
-        num_drawn: Tensors that it has quantized.
-        seen: Bytes of storages that could be moved.
-        moved: Bytes of those that were.
-        measured: Storages to keep exactly too, while the error of a gradient is measured.
-    """
+    """One run of a layer."""
 
     fqn: str
-    outside: Collection[int]
-    outer: Any
-    key: int = 0
-    num_drawn: int = 0
-    seen: int = 0
-    moved: int = 0
-    measured: list[StoredStorage] | None = field(default=None)
+    outside: Collection[int]  # ids of storages that something else keeps alive
+    outer: Any  # the hooks on saved tensors around the layer's
+    key: int = 0  # of its random numbers
+    num_drawn: int = 0  # tensors that it has quantized
+    seen: int = 0  # bytes of storages that could be moved
+    moved: int = 0  # bytes of those that were
+    is_measured: bool = False  # whether the error of its gradients is measured
+    measured: list[StoredStorage] = field(default_factory=list)  # storages that are kept exactly too, for that
 
 
 class LayerActivations:
@@ -119,22 +109,18 @@ class LayerActivations:
         moving: Moving | None,
         microbatch_key: Callable[[], tuple[int, int]],
     ) -> None:
-        """Set up for layers.
+        """Set up for the layers of this rank, by FQN.
 
-        Args:
-            layers: Of this rank, by FQN.
-            device: Of the layers.
-            compression: How tensors are encoded, if they are.
-            moving: Where they are moved to, if they are.
-            microbatch_key: Returns a key of the microbatch that runs, which does not depend on the layout, and the
-                number of the run: a microbatch that runs again is rounded as before.
+        ``microbatch_key`` returns a key of the microbatch that runs, which does not depend on the layout, and the
+        number of the run: a microbatch that runs again is rounded as before.
         """
-        self._layers, self._compression, self._moving = layers, compression, moving
+        self._layers, self._rounds = layers, compression is not None
+        self._compression, self._moving = compression or _EXACT, moving or _STAYING
         self._microbatch_key, self._calls_of, self._calls = microbatch_key, (-1, -1), Counter[str]()
-        self._exponentials = ExponentialWatch() if compression is not None and compression.bits < 8 else None
+        self._exponentials = ExponentialWatch()
         self._generator, self._is_exact = torch.Generator(device), False
         self._stored: weakref.WeakValueDictionary[Any, StoredStorage | KeptStorage] = weakref.WeakValueDictionary()
-        self._latest: weakref.ref[StoredStorage] | None = None
+        self._latest: Callable[[], StoredStorage | None] = no_storage
         self._run: _LayerRun | None = None
         self._pack_hook, self._unpack_hook = self._pack, _unpack  # the same objects always: compiled code guards them
         self.bytes, self.error = SavedBytes(), GradientError(layers)
@@ -158,15 +144,15 @@ class LayerActivations:
                 return forward(*args, **kwargs)
             outer, before = _top_hooks(False), self._run
             this = _LayerRun(fqn, self._outside_storages(layer, args, kwargs), outer, key=self._key(fqn))
-            if self._compression is not None and not self._is_exact and self.error.begins(fqn):
-                this.measured = []
+            this.is_measured = not self._is_exact and self.error.begins(fqn)
             self._run = this
+            watch = self._exponentials if self._compression.bits < 8 else nullcontext()
             try:
-                with saved_tensors_hooks(self._pack_hook, self._unpack_hook), self._exponentials or nullcontext():
+                with saved_tensors_hooks(self._pack_hook, self._unpack_hook), watch:
                     out = forward(*args, **kwargs)
             finally:
                 self._run = before
-            if this.measured is not None:
+            if this.is_measured:
                 self.error.measure(fqn, out, this.measured)
             return out
 
@@ -175,7 +161,7 @@ class LayerActivations:
     def _outside_storages(self, layer: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
         """Returns the storages that something else keeps alive: of parameters, buffers, and inputs without a node."""
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor and leaf.grad_fn is None]
-        if self._compression is not None:  # a value received from another stage is rounded as in a run without stages
+        if self._rounds:  # a value received from another stage is rounded as in a run without stages
             inputs = [tensor for tensor in inputs if not tensor.requires_grad]
         return frozenset(storage_id(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *inputs))
 
@@ -230,35 +216,34 @@ class LayerActivations:
         encoded = self._encoded(flat, role, tensor.requires_grad, run)
         is_moved = self._is_moved(storage.nbytes(), run)
         self.bytes.saved += storage.nbytes()
-        parts: list[Any] = [flat] if encoded is None else list(encoded.parts)
-        for number, part in enumerate(parts):
-            if is_moved and (encoded is None or part.nbytes >= _MIN_MOVED_PART):
-                assert self._moving is not None
-                parts[number] = self._moving.place.put(part, tensor if encoded is None else part)
+        parts: list[Placed] = []
+        for part in encoded.parts:
+            if is_moved and (encoded.is_same or part.nbytes >= _MIN_MOVED_PART):
+                parts.append(self._moving.place.put(part, tensor if encoded.is_same else part))
             else:
                 self.bytes.on_device += part.nbytes
-        if encoded is None and not is_moved:
+                parts.append(OnDevice(part))
+        if encoded.is_same and not is_moved:
             return KeptStorage(tensor)
-        previous = None if self._latest is None else self._latest()
-        stored = StoredStorage(tensor, tuple(parts), _same if encoded is None else encoded.decode, previous)
+        stored = StoredStorage(tensor, tuple(parts), encoded.decode, self._latest)
         self._latest = weakref.ref(stored)
-        if run.measured is not None and encoded is not None and role != "sign":
+        if run.is_measured and role != "sign" and not encoded.is_same:
             stored.exact = flat
             run.measured.append(stored)
         return stored
 
-    def _encoded(self, flat: Tensor, role: Role, in_graph: bool, run: _LayerRun) -> Encoded | None:
+    def _encoded(self, flat: Tensor, role: Role, in_graph: bool, run: _LayerRun) -> Encoded:
         compression = self._compression
-        if compression is None or self._is_exact or flat.nbytes < compression.min_bytes:
-            return None
-        bits = None if compression.excludes(run.fqn) else compression.bits
-        if bits is not None and self._exponentials is not None and self._exponentials.is_inside:
+        if self._is_exact or flat.nbytes < compression.min_bytes:
+            return as_it_is(flat)
+        bits = 0 if compression.excludes(run.fqn) else compression.bits
+        if bits and self._exponentials.is_inside:
             bits = 8
         return encode(flat, role, in_graph=in_graph, bits=bits, generator=self._keyed_generator)
 
     def _is_moved(self, nbytes: int, run: _LayerRun) -> bool:
         """Returns whether a storage is moved: by the layer's share, spread evenly over what it saves."""
-        if self._moving is None or nbytes < self._moving.min_bytes:
+        if nbytes < self._moving.min_bytes:
             return False
         run.seen += nbytes
         if run.moved + nbytes > self._moving.shares[run.fqn] * run.seen:
@@ -270,10 +255,6 @@ class LayerActivations:
 def _unpack(saved: SavedView | SavedTensor | PackedByOuterHooks) -> Tensor:
     """Unpacks a tensor, of the shape it was saved with."""
     return saved.restore()
-
-
-def _same(flat: Tensor) -> Tensor:
-    return flat
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
@@ -301,7 +282,7 @@ class GradientError:
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers, self._number = layers, 0
-        self._due: str | None = None
+        self._due: str | None = None  # the root module is a layer named ""
         self.sums = [0.0, 0.0]
         uses = Counter(id(parameter) for layer in layers.values() for parameter in set(layer.parameters()))
         self._shared = {parameter for parameter, count in uses.items() if count > 1}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_hybrid.errors import OffloadError
 from lightning_hybrid.host_copies import HostCopies
-from lightning_hybrid.memory.saved_activations.storage import Unchanged
+from lightning_hybrid.memory.saved_activations.storage import OnDevice, Unchanged
 
 _MOST_UNWRITTEN = 64 << 20  # of tensors that are yet to be written, and in memory so long
 _NUM_THREADS = 2
@@ -29,7 +29,7 @@ _MOST_UNCOPIED = 256 << 20  # whose copies may still run while their device memo
 class ActivationFile:
     """The file of one rank."""
 
-    def __init__(self, folder: str | Path, host: HostMemory | None = None) -> None:
+    def __init__(self, folder: str | Path, host: HostMemory | InPlace | None = None) -> None:
         """Creates the file.
 
         Args:
@@ -39,6 +39,7 @@ class ActivationFile:
         Raises:
             OffloadError: It cannot be created.
         """
+        host = host or InPlace()
         self._host, self._folder = host, folder
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ class ActivationFile:
 
         ``original`` is a tensor in the same memory, of any shape: it must not be written to before that.
         """
-        saved = FileTensor(self, tensor, original, self._host)
+        saved = FileTensor(self, self._host.put(tensor, original), tensor)
         saved.writing = self._writers.submit(saved.write)
         self._pending.append(saved)
         self._pending_bytes += saved.nbytes
@@ -135,29 +136,26 @@ class FileTensor:
 
     writing: Future[None]
 
-    def __init__(self, file: ActivationFile, tensor: Tensor, original: Tensor, host: HostMemory | None) -> None:
+    def __init__(self, file: ActivationFile, source: HostTensor | CpuTensor, tensor: Tensor) -> None:
         self._file, self._device = file, tensor.device
         self._dtype, self._length, self.nbytes = tensor.dtype, len(tensor), tensor.nbytes
-        self._staged: HostTensor | None = None if host is None else host.put(tensor, original)
-        self._tensor: Tensor | None = tensor if host is None else None
-        self._unchanged = Unchanged(original) if self._staged is None else self._staged.unchanged
+        self._source: HostTensor | CpuTensor | None = source  # until it is written
+        self._unchanged = source.unchanged
         self._region: tuple[int, int] | None = None
         self._reading: Future[Tensor] | None = None
 
     def write(self) -> None:
         """Writes it; in a thread of the file."""
-        source = self._tensor if self._staged is None else self._staged.bytes_on_host()
+        source = self._source
         assert source is not None
         offset, size = self._file.reserve(self.nbytes)
         try:
-            self._file.write(source, offset)
+            self._file.write(source.bytes_on_host(), offset)
         except BaseException:
             self._file.free(offset, size)
             raise
-        if self._staged is None:
-            self._unchanged.seal()
-        self._region = offset, size
-        self._tensor = self._staged = None
+        source.was_written()
+        self._region, self._source = (offset, size), None
 
     def wait_until_written(self) -> None:
         """Waits for the write, and raises its error."""
@@ -166,7 +164,7 @@ class FileTensor:
 
     def prefetch(self) -> None:
         """Starts to read it, if it has been written."""
-        if self._reading is None and self._tensor is None and self._staged is None:
+        if self._reading is None and self._source is None:
             self._reading = self._file.submit_read(self)
 
     def read(self) -> Tensor:
@@ -180,12 +178,10 @@ class FileTensor:
         self.writing.cancel()
         if self.writing.done():
             self.wait_until_written()
-        tensor, staged = self._tensor, self._staged
+        source = self._source
         self._unchanged.check()
-        if tensor is not None:
-            return tensor
-        if staged is not None:
-            return staged.get()
+        if source is not None:
+            return source.get()
         self.prefetch()
         assert self._reading is not None
         host = self._reading.result()
@@ -206,6 +202,30 @@ class FileTensor:
         region, self._region = self._region, None
         if region is not None:
             self._file.free(*region)
+
+
+class CpuTensor(OnDevice):
+    """One tensor of the CPU, in its own memory."""
+
+    def __init__(self, tensor: Tensor, original: Tensor) -> None:
+        super().__init__(tensor)
+        self.unchanged = Unchanged(original)
+
+    def bytes_on_host(self) -> Tensor:
+        """Returns it, of shape (n,)."""
+        return self._tensor
+
+    def was_written(self) -> None:
+        """Notes that there is a copy of it."""
+        self.unchanged.seal()
+
+
+class InPlace:
+    """The memory of the CPU, from which a file is written and to which it is read."""
+
+    def put(self, tensor: Tensor, original: Tensor) -> CpuTensor:
+        """Keeps a tensor of shape (n,), in the memory of ``original``."""
+        return CpuTensor(tensor, original)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -257,10 +277,9 @@ class HostTensor:
         self, memory: HostMemory, host: Tensor, copied: torch.cuda.Event, source: Tensor, unchanged: Unchanged
     ) -> None:
         self.host, self.copied, self.unchanged = host, copied, unchanged
-        self._memory, self._source = memory, source
+        self._memory = memory
+        self._source: Tensor | None = source
         self._fetched: tuple[Tensor, torch.cuda.Event] | None = None
-
-    _source: Tensor | None
 
     def drop_source(self) -> None:
         """Drops the tensor on the device: its copy is complete for work on the compute stream."""
@@ -289,6 +308,9 @@ class HostTensor:
         """Waits for the copy; returns the host's tensor, of shape (n,)."""
         self.copied.synchronize()
         return self.host
+
+    def was_written(self) -> None:
+        """Does nothing: its content is on the host, and nothing writes to that."""
 
     def release(self) -> None:
         """Does nothing: torch reuses the memory once nothing refers to it."""

@@ -17,39 +17,23 @@ DISK = "disk:"
 
 @dataclass(frozen=True)
 class Offload:
-    """Which saved tensors are offloaded, and where to.
+    """Which saved tensors are offloaded, and where to."""
 
-    Attributes:
-        min_bytes: Of a storage; smaller ones stay.
-        fraction: Share of the bytes that is offloaded: of all layers; of each stage; or by pattern of FQNs, of which
-            the last that matches a layer counts, and others stay. None: all of it in a run without stages; with them,
-            as much as leaves the bytes of one microbatch.
-        to: "cpu", or "disk:" and a folder.
-    """
-
-    min_bytes: int
+    min_bytes: int  # of a storage; smaller ones stay
+    # share of the bytes that is offloaded: of all layers; of each stage; or by pattern of FQNs, of which the last
+    # that matches a layer counts, and others stay. None: all of it in a run without stages; with them, as much as
+    # leaves the bytes of one microbatch
     fraction: Fraction | None = None
-    to: str = "cpu"
+    to: str = "cpu"  # "cpu", or "disk:" and a folder
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: One of them is not valid.
-        """
         _check_bytes("ActivationOffload", self.min_bytes)
         if self.to != "cpu" and not (isinstance(self.to, str) and self.to.startswith(DISK) and self.to != DISK):
             raise ValueError(f"ActivationOffload(to={self.to!r}); use 'cpu', or 'disk:' and a folder: 'disk:/scratch'")
-        given = self.fraction
-        shares: Sequence[Any] = (
-            ()
-            if given is None
-            else [*given.values()]
-            if isinstance(given, Mapping)
-            else [given]
-            if isinstance(given, int | float)
-            else given
-        )
+        given: Any = self.fraction
+        if given is None:
+            return
+        shares = given.values() if isinstance(given, Mapping) else [given] if isinstance(given, int | float) else given
         for share in shares:
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
                 raise ValueError(
@@ -98,24 +82,13 @@ class Offload:
 
 @dataclass(frozen=True)
 class Compression:
-    """How saved tensors are compressed.
+    """How saved tensors are compressed."""
 
-    Attributes:
-        bits: Of a value of a floating-point tensor.
-        min_bytes: Of a storage; smaller ones stay exact.
-        exclude: Patterns of FQNs of layers whose tensors are not quantized.
-    """
-
-    bits: int
-    min_bytes: int
-    exclude: tuple[str, ...] = ()
+    bits: int  # of a value of a floating-point tensor
+    min_bytes: int  # of a storage; smaller ones stay exact
+    exclude: tuple[str, ...] = ()  # patterns of FQNs of layers whose tensors are not quantized
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: One of them is not valid.
-        """
         if self.bits not in BITS or isinstance(self.bits, bool):
             raise ValueError(f"ActivationCompression(bits={self.bits!r}); use 8, 4, 2 or 1")
         _check_bytes("ActivationCompression", self.min_bytes)

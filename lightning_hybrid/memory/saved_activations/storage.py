@@ -5,7 +5,6 @@ With hooks on saved tensors torch does not check whether one was written to mean
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,7 +16,7 @@ _AHEAD = 4  # storages that are fetched before the backward needs them
 
 
 class Placed(Protocol):
-    """A tensor that is somewhere else than on its device."""
+    """A tensor of shape (n,) that is on its device, or somewhere else."""
 
     def prefetch(self) -> None:
         """Starts to fetch it."""
@@ -36,6 +35,23 @@ class Place(Protocol):
         """Starts to move a tensor of shape (n,), which shares its memory with ``original``."""
 
 
+class OnDevice:
+    """A tensor of shape (n,) that stays where it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def prefetch(self) -> None:
+        """Does nothing: it is there."""
+
+    def get(self) -> Tensor:
+        """Returns it, of shape (n,)."""
+        return self._tensor
+
+    def release(self) -> None:
+        """Does nothing: torch reuses the memory once nothing refers to it."""
+
+
 class StoredStorage:
     """A storage of a saved tensor; all views of it that autograd saves share it.
 
@@ -47,27 +63,25 @@ class StoredStorage:
     def __init__(
         self,
         original: Tensor,
-        parts: tuple[Tensor | Placed, ...],
+        parts: tuple[Placed, ...],
         decode: Callable[..., Tensor],
-        previous: StoredStorage | None,
+        previous: Callable[[], StoredStorage | None],
     ) -> None:
         """Set up for a tensor.
 
         Args:
             original: Whose storage it is.
-            parts: The encoded content: on the device, or placed elsewhere.
+            parts: The encoded content.
             decode: Makes the tensor of shape (n,) from the parts on the device.
-            previous: The one saved before, which a backward needs after this one.
+            previous: Returns the one saved before, which a backward needs after this one, while it is there.
         """
         # As long as this reference exists, torch uses the address of the storage for no other.
         self._storage = StorageWeakRef(original.untyped_storage())
-        self._parts, self._decode, self._flat = parts, decode, None
-        self._previous = None if previous is None else weakref.ref(previous)
+        self._parts, self._decode, self._previous = parts, decode, previous
+        self._flat: Tensor | None = None
         self.exact: Tensor | None = None
         self.uses_exact = False
-        self.is_moved = any(not isinstance(part, Tensor) for part in parts)
-
-    _flat: Tensor | None
+        self.is_moved = any(not isinstance(part, OnDevice) for part in parts)
 
     def flat(self) -> Tensor:
         """Returns the content, of shape (n,), and starts to fetch those saved before."""
@@ -75,41 +89,38 @@ class StoredStorage:
             return self.exact
         if self._flat is None:
             with torch.no_grad():
-                self._flat = self._decode(*(part if isinstance(part, Tensor) else part.get() for part in self._parts))
+                self._flat = self._decode(*(part.get() for part in self._parts))
             self._release()
-        self._fetch_ahead()
-        return self._flat
-
-    def _fetch_ahead(self) -> None:
-        other: StoredStorage | None = self
-        left = _AHEAD
+        other, left = self._previous(), _AHEAD
         while left and other is not None:
-            other = None if other._previous is None else other._previous()
-            if other is not None and other.is_moved:
+            if other.is_moved:
                 other.prefetch()
                 left -= 1
+            other = other._previous()
+        return self._flat
 
     def prefetch(self) -> None:
         """Starts to fetch what is elsewhere."""
         for part in self._parts:
-            if not isinstance(part, Tensor):
-                part.prefetch()
+            part.prefetch()
 
     def _release(self) -> None:
         parts, self._parts = self._parts, ()
         for part in parts:
-            if not isinstance(part, Tensor):
-                part.release()
+            part.release()
 
     def __del__(self) -> None:
         """Gives the space back once autograd has dropped all views."""
         self._release()
 
 
+def no_storage() -> StoredStorage | None:
+    """Returns none: what is before the first one."""
+    return None
+
+
 class KeptStorage:
     """A storage that stays as it is, of which autograd saves views."""
-
-    is_moved = False
 
     def __init__(self, original: Tensor) -> None:
         self._storage = StorageWeakRef(original.untyped_storage())
@@ -130,26 +141,20 @@ class SavedView:
 
 
 class SavedTensor:
-    """What autograd holds where the tensor itself stays."""
+    """What autograd holds where the tensor itself, of any shape, stays; ``kept`` stays alive with it."""
 
-    __slots__ = ("_kept", "_tensor", "_version")
+    __slots__ = ("_checks", "_kept", "_tensor", "_version")
 
     def __init__(self, tensor: Tensor, kept: KeptStorage | None, *, may_be_written: bool) -> None:
-        """Keeps a tensor.
-
-        Args:
-            tensor: Of any shape.
-            kept: Stays alive with it.
-            may_be_written: Whether its owner may write to it before the backward, such as ZeRO to a parameter.
-        """
+        """Keeps a tensor; its owner may write to it before the backward, such as ZeRO to a parameter."""
         # A parameter has no graph; other tensors may be results of the node that holds this.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
-        self._kept, self._version = kept, None if may_be_written else tensor._version
+        self._kept, self._version, self._checks = kept, tensor._version, not may_be_written
 
     def restore(self) -> Tensor:
         """Returns the tensor, of the shape it was saved with; a RuntimeError if it was written to."""
-        if self._version is not None:
-            check_version(self._tensor._version, self._version)
+        if self._checks:
+            _check_version(self._tensor._version, self._version)
         return self._tensor
 
 
@@ -160,14 +165,12 @@ class Unchanged:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor.detach()  # it shares the version
-        self._version, self._written = tensor._version, -1
+        self._version = self._written = tensor._version
 
     def seal(self) -> None:
         """Notes whether it has been written to so far, since the copy is complete, and drops it."""
         if self._tensor is not None:
-            if self._tensor._version != self._version:
-                self._written = self._tensor._version
-            self._tensor = None
+            self._written, self._tensor = self._tensor._version, None
 
     def check(self) -> None:
         """Checks that the content is that of the time of the save.
@@ -175,12 +178,12 @@ class Unchanged:
         Raises:
             RuntimeError: It was written to.
         """
-        if (now := self._written if self._tensor is None else self._tensor._version) != -1:
-            check_version(now, self._version)
+        tensor = self._tensor
+        _check_version(self._written if tensor is None else tensor._version, self._version)
 
 
-def check_version(now: int, expected: int) -> None:
-    """Checks the version of a saved tensor; a RuntimeError, worded as torch's, if it was written to."""
+def _check_version(now: int, expected: int) -> None:
+    """Raises an error worded as torch's if a saved tensor was written to."""
     if now != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"

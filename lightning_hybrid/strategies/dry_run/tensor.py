@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
+from lightning_hybrid.experts.parallel.width import TensorShardedExperts, WidthSharding
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.recompute.policies import Policy
 from lightning_hybrid.params.placement import shard_tensor

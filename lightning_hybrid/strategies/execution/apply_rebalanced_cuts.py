@@ -14,7 +14,7 @@ from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.run.setting import Setting
 
 if TYPE_CHECKING:
-    from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
+    from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
 
 
 def with_cuts_of_checkpoint(trainer: pl.Trainer, options: Options, layout: ParallelLayout) -> Options:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompression
+from lightning_hybrid.callbacks.slow_links import Gather, GradientCompression
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.slow_links.power_sgd import PowerSGD
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.slow_link_callbacks import Gather, LocalSGD
+from lightning_hybrid.callbacks.slow_links import Gather, LocalSGD
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.patching import around
 from lightning_hybrid.slow_links.method import all_reduce_bytes

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
-from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompression, LocalSGD, SlowLinkCallback
+from lightning_hybrid.callbacks.slow_links import Gather, GradientCompression, LocalSGD, SlowLinkCallback
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.optimizers.trial import (
     INDEPENDENT,

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 
-from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
+from lightning_hybrid.callbacks.slow_links import SlowLinkCallback
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around
 from lightning_hybrid.shared_memory.transfers import transfers_of

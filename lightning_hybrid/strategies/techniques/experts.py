@@ -12,18 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import (
+from lightning_hybrid.experts.parallel.find import (
+    ExpertCalls,
+    FoundExperts,
+    by_reason,
+    describe_experts,
+    has_stacked_experts,
+)
+from lightning_hybrid.experts.parallel.sharded import ShardedExperts, placements_of
+from lightning_hybrid.experts.parallel.width import (
     TensorShardedExperts,
     WidthSharding,
     width_placements,
 )
-from lightning_hybrid.experts.parallel.experts_summary import by_reason, describe_experts
-from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import (
-    ExpertCalls,
-    FoundExperts,
-    has_stacked_experts,
-)
-from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts, placements_of
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.params.shards import AxisSharding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
+from lightning_hybrid.callbacks.slow_links import SlowLinkCallback
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.techniques.technique import Technique

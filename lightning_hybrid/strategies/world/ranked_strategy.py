@@ -30,7 +30,7 @@ from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.memory.saved_activations.requests import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import ignore_warnings
-from lightning_hybrid.precision.check_device_capability import check_device_precision
+from lightning_hybrid.precision.capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.auto_sizes import (
     agreed_plan,

@@ -24,8 +24,8 @@ from lightning_hybrid.strategies.user_code.hooks import LIBRARY_PREFIXES
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
 _NOT_USER_HOOKS = frozenset({"optimizer_step", "on_exception"})
-# Lightning's own callbacks that count the ranks with other data.
-_COUNTS_DATA = (".throughput_monitor",)
+# Lightning's own callbacks that count the ranks with other data, and the one of this package that extends it.
+_COUNTS_DATA = (".throughput_monitor", ".callbacks.monitors.throughput")
 _CALLERS = ("_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_callback_hooks")
 
 

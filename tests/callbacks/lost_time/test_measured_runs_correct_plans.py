@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import MemoryMonitor, PipelineTimeline
-from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
-from lightning_hybrid.callbacks.pipeline_timeline import ModelAndMemory
+from lightning_hybrid.callbacks.lost_time.files import path_of_measured_costs
+from lightning_hybrid.callbacks.timeline import ModelAndMemory
 from lightning_hybrid.cli import main
 from lightning_hybrid.predict.costs.module import costs_from_parameters
 from lightning_hybrid.predict.hardware import load_hardware
@@ -37,7 +37,7 @@ def train(folder, plan=None):
     strategy.predicted_plan = plan
     trainer = trainer_of(2, strategy, callbacks, max_epochs=-1, max_steps=6, enable_checkpointing=True)
     messages = []
-    with mock.patch("lightning_hybrid.callbacks.pipeline_timeline.rank_zero_info", messages.append):
+    with mock.patch("lightning_hybrid.callbacks.timeline.rank_zero_info", messages.append):
         trainer.fit(module)
     return [row["peak"] for row in callbacks[1].measured], messages
 

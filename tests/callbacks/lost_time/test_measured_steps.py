@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hybrid.callbacks.action_times import MeasuredStep
-from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps, analyze_step, metrics_of
-from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
-from lightning_hybrid.callbacks.lost_time.write_measurements import write_lost_time, write_measured_costs
+from lightning_hybrid.callbacks.actions import MeasuredStep
+from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
+from lightning_hybrid.callbacks.lost_time.files import write_lost_time, write_measured_costs
+from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps, analyze_step, metrics_of
 from lightning_hybrid.graph.partition import assign, owner_stages
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 from lightning_hybrid.layout import ParallelLayout

@@ -14,7 +14,7 @@ from harness.fits import trainer_of
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import AdaScale, GoodputMonitor
-from lightning_hybrid.callbacks.monitors.goodput_monitor import GoodputRow
+from lightning_hybrid.callbacks.monitors.goodput import GoodputRow
 
 SINGLE, SAMPLES, DIM = 2, 64, 4
 

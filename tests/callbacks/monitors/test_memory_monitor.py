@@ -11,7 +11,7 @@ from harness.fits import trainer_of
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import MemoryMonitor
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
+from lightning_hybrid.callbacks.monitors.holders import PeakMeter
 from lightning_hybrid.errors import is_out_of_memory
 from models.cases import Samples, make
 from models.hand_written import Layers

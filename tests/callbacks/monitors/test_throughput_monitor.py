@@ -15,8 +15,8 @@ from harness.fits import trainer_of
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ThroughputMonitor
-from lightning_hybrid.callbacks.monitors import throughput_monitor
-from lightning_hybrid.callbacks.monitors.throughput_monitor import StepFlopCounter
+from lightning_hybrid.callbacks.monitors import throughput
+from lightning_hybrid.callbacks.monitors.throughput import StepFlopCounter
 from models.cases import Samples, make
 from models.hand_written import LENGTH, WIDTH
 from models.plain_gpt import PlainGPT
@@ -98,7 +98,7 @@ class Branches(GPT):
 
 
 def fit_branches(devices, options, folder):
-    with mock.patch.object(throughput_monitor, "rank_zero_info") as info:
+    with mock.patch.object(throughput, "rank_zero_info") as info:
         flops, seen = fit(devices, options, folder, module=Branches)
     return flops, seen, [call.args[0] for call in info.call_args_list]
 
@@ -136,7 +136,7 @@ def test_one_device_counts_the_same(tmp_path, options, accumulated):
 def test_share_of_waits_for_input(tmp_path):
     """Each reading of the clock adds half a second: one wait between two readings, of all readings of a step."""
     clock = mock.Mock(side_effect=(n / 2 for n in range(1000)))
-    with mock.patch.object(throughput_monitor, "perf_counter", clock):
+    with mock.patch.object(throughput, "perf_counter", clock):
         _, seen = fit(1, None, tmp_path)
     assert seen["train/input_wait_share"] == pytest.approx(1 / 3)  # before the fetch, after it, at the log
 

@@ -370,7 +370,7 @@ def test_counts_that_do_not_sum_to_the_rows():
 @pytest.mark.parametrize("options", [CASES["plain experts with biases"], CASES["relu"], {"bias": True}], ids=str)
 def test_activations_saved_in_chunks(options, monkeypatch):
     """Rows of one expert are in several tensors, and rows of several experts in one."""
-    monkeypatch.setattr("lightning_hybrid.experts.moe.grouped_mlp_operators._SAVED_CHUNK_BYTES", 3 * 8 * 2 * HIDDEN)
+    monkeypatch.setattr("lightning_hybrid.experts.moe.grouped._SAVED_CHUNK_BYTES", 3 * 8 * 2 * HIDDEN)
     moe = layer(**options)
     x = tokens_of(TOKENS).requires_grad_()
     y, report = moe(x)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import MoEUpcycle
 from lightning_hybrid.experts import GroupedExperts
-from lightning_hybrid.experts.moe.recognise_dense_mlp import recognise
+from lightning_hybrid.experts.moe.dense import recognise
 from lightning_hybrid.experts.moe.upcycling import ListedExperts, UpcycledMLP
 from models.cases import Samples, batch_of, make
 from models.hand_written import WIDTH, Layers, Lit, mlp

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hybrid.experts.parallel.adapters import BatchedPairs
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
-from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPairs
 
 EXPERTS, TOP, WIDTH = 4, 2, 6
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
-from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
-from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
+from lightning_hybrid.experts.moe.grouped import GroupedExperts
+from lightning_hybrid.experts.parallel.find import ExpertCalls
+from lightning_hybrid.experts.parallel.proof import ExpertsProof
+from lightning_hybrid.experts.parallel.width import TensorShardedExperts, WidthSharding
 from lightning_hybrid.params.placement import Piece, Shard, shard_tensor
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of
@@ -149,6 +149,6 @@ def test_planted_faults_fail_the_proof():
     root = Around(module)
     found = found_in(root, lambda: root(*call[0]), size=2)
     adapter, right = found.adapters["inner"], found.widths["inner"]
-    assert not any(why_not_equivalent(module, adapter, call, size, right) for size in (1, 2))
+    assert not any(ExpertsProof(module, adapter, call, size, 2).why_not_equivalent(right) for size in (1, 2))
     wrong = WidthSharding(2, 8, {"up": even(1, 16), "down": even(2, 8)})  # gates on one rank, the rest on the other
-    assert why_not_equivalent(module, adapter, call, 2, wrong)
+    assert ExpertsProof(module, adapter, call, 2, 2).why_not_equivalent(wrong)

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.experts.parallel import narrow_experts as narrowing
-from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
-from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPairs
-from lightning_hybrid.experts.parallel.equivalence_proof import ExpertsProof
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import possible_widths
-from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from lightning_hybrid.experts.parallel import narrow as narrowing
+from lightning_hybrid.experts.parallel.adapters import BatchedPairs, ExpertList, candidate_adapters
+from lightning_hybrid.experts.parallel.proof import ExpertsProof
+from lightning_hybrid.experts.parallel.width import possible_widths
 from lightning_hybrid.params.placement import Piece, Shard
 from models.faulty_experts import FAULTY, FaultyIfWide, FixedFeatures, OddWidth, Pairs, ReadsResults
 
@@ -38,10 +36,13 @@ def test_right_experts_are_proved(monkeypatch, sizes):
     module, adapter, proof = proof_of(monkeypatch, Pairs, sizes)
     assert type(adapter) is BatchedPairs
     assert not proof.why_not_equivalent()
-    assert not proof.why_full_width
-    assert (proof.narrow_copy is None) is (sizes == FULL)
-    if proof.narrow_copy is not None:
-        assert sum(p.numel() for p in proof.narrow_copy.parameters()) < sum(p.numel() for p in module.parameters()) / 3
+    assert not proof.copies.why_none
+    assert (proof.copies.current is None) is (sizes == FULL)
+    if proof.copies.current is not None:
+        assert (
+            sum(p.numel() for p in proof.copies.current.module.parameters())
+            < sum(p.numel() for p in module.parameters()) / 3
+        )
 
 
 @pytest.mark.parametrize("sizes", WIDTHS, ids=str)
@@ -49,7 +50,7 @@ def test_right_experts_are_proved(monkeypatch, sizes):
 def test_faulty_experts_are_refused(monkeypatch, sizes, kind):
     _, _, proof = proof_of(monkeypatch, kind, sizes)
     assert "differs by" in proof.why_not_equivalent()
-    assert not proof.why_full_width
+    assert not proof.copies.why_none
 
 
 def rows_of_others(self, module, forward, rows, counts, first):
@@ -85,7 +86,7 @@ def test_wrong_width_is_refused(monkeypatch, sizes, size):
     wrong = replace(right, placements={**right.placements, "down": pieces})
     assert not proof.why_not_equivalent(right)
     assert "differs by" in proof.why_not_equivalent(wrong)
-    assert not proof.why_full_width
+    assert not proof.copies.why_none
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_wrong_width_is_refused(monkeypatch, sizes, size):
 def test_experts_whose_copy_runs_another_program_are_proved_at_full_width(monkeypatch, kind, reason):
     _, _, proof = proof_of(monkeypatch, kind, NARROW)
     found = proof.why_not_equivalent()
-    assert reason in proof.why_full_width
+    assert reason in proof.copies.why_none
     assert ("differs by" in found) is (kind is FaultyIfWide)
 
 
@@ -115,7 +116,7 @@ def test_other_program_of_the_ranks_is_proved_at_full_width(monkeypatch):
 
     monkeypatch.setattr(BatchedPairs, "compute", wrong_if_wide)
     assert "differs by" in proof.why_not_equivalent(right)
-    assert "mul" in proof.why_full_width
+    assert "mul" in proof.copies.why_none
 
 
 class Block(nn.Module):
@@ -173,12 +174,12 @@ def proof_of_list(monkeypatch, kind, sizes):
 def test_experts_in_a_list_are_proved(monkeypatch, sizes, kind):
     proof = proof_of_list(monkeypatch, kind, sizes)
     assert not proof.why_not_equivalent()
-    assert not proof.why_full_width
-    assert (proof.narrow_copy is None) is (sizes == FULL)
+    assert not proof.copies.why_none
+    assert (proof.copies.current is None) is (sizes == FULL)
 
 
 @pytest.mark.parametrize("sizes", [FULL, NARROW], ids=str)
 def test_list_that_routes_by_results_is_refused(monkeypatch, sizes):
     proof = proof_of_list(monkeypatch, RoutesByResults, sizes)
     assert proof.why_not_equivalent()
-    assert ("DataDependent" in proof.why_full_width or "Dynamic" in proof.why_full_width) is (sizes == NARROW)
+    assert ("DataDependent" in proof.copies.why_none or "Dynamic" in proof.copies.why_none) is (sizes == NARROW)

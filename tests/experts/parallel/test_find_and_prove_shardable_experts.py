@@ -8,12 +8,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.moe.grouped import GroupedExperts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
-from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPairs, BatchedRows
-from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
-from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
-from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from lightning_hybrid.experts.parallel.adapters import BatchedPairs, BatchedRows, ExpertList
+from lightning_hybrid.experts.parallel.find import ExpertCalls
+from lightning_hybrid.experts.parallel.proof import ExpertsProof
 from lightning_hybrid.strategies.costs import record_costs
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of
@@ -132,7 +131,7 @@ def test_planted_faults_fail_the_proof(monkeypatch, fault):
     [(fqn, adapter), *_] = found_in(root, lambda: root.loss(batch_of("tokens", range(4)))).adapters.items()
     module = root.get_submodule(fqn)
     tokens = torch.zeros(3, WIDTH), torch.zeros(3, 2).long(), torch.zeros(3, 2)
-    assert not why_not_equivalent(module, adapter, (tokens, {}), 2)
+    assert not ExpertsProof(module, adapter, (tokens, {}), 2).why_not_equivalent()
     compute = type(adapter).compute
     faults = {
         "wrong rows": lambda self, m, f, rows, counts, first: compute(self, m, f, rows, counts[::-1], first),
@@ -140,7 +139,7 @@ def test_planted_faults_fail_the_proof(monkeypatch, fault):
         "too many": lambda self, m, f, rows, counts, first: compute(self, m, f, rows.detach(), counts, first),
     }
     monkeypatch.setattr(type(adapter), "compute", faults[fault])
-    assert "differs by" in why_not_equivalent(module, adapter, (tokens, {}), 2)
+    assert "differs by" in ExpertsProof(module, adapter, (tokens, {}), 2).why_not_equivalent()
 
 
 def mixtures():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_hybrid.errors import UnsupportedExpertCalls
-from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
+from lightning_hybrid.experts.parallel.sharded import ShardedExperts
 
 
 def refuse(*args):

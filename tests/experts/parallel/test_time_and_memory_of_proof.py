@@ -11,7 +11,7 @@ TESTS = Path(__file__).parents[2]
 SCRIPT = """
 import resource, sys, time
 import torch, transformers
-from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
+from lightning_hybrid.experts.parallel.find import ExpertCalls
 
 name, size, tensor_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.experts import ExpertsAdapter, MoE, register_experts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
-from lightning_hybrid.experts.parallel import adapter_registry
+from lightning_hybrid.experts.parallel import adapters
 from lightning_hybrid.predict.costs.layers import EXPERT_PROOF
 from lightning_hybrid.predict.costs.transformer import costs_from_config
 from lightning_hybrid.predict.hardware import load_hardware
@@ -367,7 +367,7 @@ def test_experts_of_a_registered_adapter(monkeypatch):
             tokens = hidden.reshape(-1, WIDTH)
             return self.other(tokens, self.gate(tokens).argmax(-1)).view(hidden.shape)
 
-    monkeypatch.setattr(adapter_registry, "_ADAPTERS", list(adapter_registry._ADAPTERS))
+    monkeypatch.setattr(adapters, "_ADAPTERS", list(adapters._ADAPTERS))
     register_experts(Adapter)
     costs = recorded(Layers(Routed))
     assert costs.experts == 4 and {layer.routed_tokens for layer in costs.layers} == {0.0, TOKENS}

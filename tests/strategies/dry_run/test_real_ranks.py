@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 from harness.fits import trainer_of
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
-from lightning_hybrid.callbacks.monitors.sent_bytes import SentBytes
+from lightning_hybrid.callbacks.monitors.holders import bytes_by_kind, find_holders
+from lightning_hybrid.callbacks.monitors.messages import SentBytes
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.strategies.dry_run.ranks import dry_run
 from models.cases import Samples, make

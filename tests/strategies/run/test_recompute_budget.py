@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from harness.fits import Run, assert_bitwise_equal, fit, refusal
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCheckpointing
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter, bytes_by_kind, find_holders
+from lightning_hybrid.callbacks.monitors.holders import PeakMeter, bytes_by_kind, find_holders
 from lightning_hybrid.memory.recompute.profile import LiveBytes
 from models.hugging_face import GPT2, GPT2Dropout
 

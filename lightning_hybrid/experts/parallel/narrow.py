@@ -25,13 +25,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.equivalence.narrow.copy_of_unit import copy_of_unit
 from lightning_hybrid.equivalence.narrow.shape_trace import ShapeTrace, difference_but_width, why_not_same_program
 from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, divisions
-from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, is_float
-from lightning_hybrid.experts.parallel.expert_ranks_in_one_process import ExpertRanks
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
+from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, is_float
+from lightning_hybrid.experts.parallel.ranks import ExpertRanks, comparable, examples, prepared
+from lightning_hybrid.experts.parallel.width import WidthSharding
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, make_absent, swap_in_place
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, quiet_fake_kernels
@@ -41,6 +40,7 @@ LEAST_NUMEL = 2**24  # parameters of a module that is worth a copy; smaller ones
 _MOST_REAL_NUMEL = 2**22  # parameters of a weight beside the experts that has values
 _MOST_COPIES = 6  # that are tried
 _ALIGNED = 4  # numbers of 4 bytes: grouped products need rows of a multiple of 16 bytes
+_Forwards = Callable[[int], Callable[..., Any]]  # by rank
 
 
 class NarrowExperts:
@@ -53,9 +53,15 @@ class NarrowExperts:
 
     def __init__(self, full: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, division: Division) -> None:
         self._full_module, self._adapter, self._size, self._division = full, adapter, size, division
-        self.module, self.call = copy_of_unit(full, division, with_values=True), _narrow_call(call, division)
-        self._full_call = call
-        self._dtype = torch.float64
+        self.module, self._full_call, self._dtype = copy_of_unit(full, division, with_values=True), call, torch.float64
+        leaves, spec = flatten(call)
+        self.call: Call = unflatten([self._divided(leaf) for leaf in leaves], spec)
+
+    def _divided(self, leaf: Any) -> Any:
+        """Divides the features, along the last dim, of a floating tensor."""
+        if not is_float(leaf) or not leaf.dim():
+            return leaf
+        return torch.empty((*leaf.shape[:-1], self._division.of(leaf.shape[-1])), dtype=leaf.dtype, device="meta")
 
     def why_other_unsharded(self, dtype: torch.dtype, tensor_size: int) -> str:
         """Runs both unsharded, with floating numbers of one type; returns how their programs differ, or ""."""
@@ -74,13 +80,8 @@ class NarrowExperts:
         placements = {name: shard.scaled_to(after[name].shape[shard.dim]) for name, shard in width.placements.items()}
         return replace(width, length=self._division.of(width.length), placements=placements)
 
-    def why_another_program(self, width: WidthSharding | None, of_copy: WidthSharding | None) -> str:
-        """Runs both on the first and the last rank, sharded; returns how their programs differ, "" if they do not.
-
-        Args:
-            width: Sharding of each expert of the module over tensor ranks, if any.
-            of_copy: That of the copy.
-        """
+    def why_another_program(self, width: WidthSharding, of_copy: WidthSharding) -> str:
+        """Runs both on the first and the last rank, sharded; returns how their programs differ, "" if they do not."""
         try:
             full, narrow = self._sharded(self._full, width), self._sharded(self._narrow, of_copy)
             differences = (difference_but_width(*pair, self._division.factor) for pair in self._traces(full, narrow))
@@ -88,7 +89,7 @@ class NarrowExperts:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def runs_sharded(self, width: WidthSharding | None) -> bool:
+    def runs_sharded(self, width: WidthSharding) -> bool:
         """Returns whether the module itself runs with a sharding over tensor ranks, on the first and the last rank."""
         try:
             full = self._sharded(self._full, width)
@@ -98,53 +99,42 @@ class NarrowExperts:
             return False
         return True
 
-    def _sharded(self, module: nn.Module, width: WidthSharding | None) -> Callable[[int], Callable[..., Any]]:
+    def _sharded(self, module: nn.Module, width: WidthSharding) -> _Forwards:
         ranks = ExpertRanks(module, self._adapter, self._size, width, computes_ends_only=True)
         return lambda rank: partial(ranks.call, rank % self._size)
 
     def _examples(self) -> Iterator[tuple[int, Call]]:
-        generator, size = torch.Generator().manual_seed(0), max(2, self._size)
-        for rank in (0, size - 1):
-            yield rank, self._adapter.example(self.call, rank, size, generator)
+        return examples(self._adapter, self.call, self._size, 1, torch.Generator().manual_seed(0))
 
-    def _traces(
-        self, full_of: Callable[[int], Callable[..., Any]], narrow_of: Callable[[int], Callable[..., Any]]
-    ) -> Iterator[tuple[ShapeTrace, ShapeTrace]]:
+    def _traces(self, full: _Forwards, narrow: _Forwards) -> Iterator[tuple[ShapeTrace, ShapeTrace]]:
         """Yields the traces of the module and of the copy on the first and the last rank."""
         for rank, example in self._examples():
-            yield self._trace(full_of(rank), self._wide_call(example)), self._trace(narrow_of(rank), example)
+            yield self._trace(full(rank), self._wide_call(example)), self._trace(narrow(rank), example)
 
     def _trace(self, forward: Callable[..., Any], call: Call) -> ShapeTrace:
-        leaves, spec = flatten(call)
-        leaves = [leaf.to(self._dtype) if is_float(leaf) else leaf for leaf in leaves]
-        args, kwargs = unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        trace, exact = ShapeTrace(), DeterministicMode(self._dtype)
-        before, self._adapter.again = self._adapter.again, exact.redrawn_afterwards()
-        try:
-            with ExitStack() as stack:
-                for context in (quiet_fake_kernels(), _FakeKernels(), _FakeResults(), exact, trace):
-                    stack.enter_context(context)
-                forward(*args, **kwargs)
-        finally:
-            self._adapter.again = before
+        _, _, (args, kwargs) = prepared(call, lambda leaf: leaf.to(self._dtype))
+        trace, exact = ShapeTrace(), comparable(self._adapter, self._dtype)
+        with ExitStack() as stack:
+            for context in (quiet_fake_kernels(), _FakeKernels(), _FakeResults(), exact, trace):
+                stack.enter_context(context)
+            forward(*args, **kwargs)
         return trace
 
     def _with_fake_weights(self) -> tuple[nn.Module, nn.Module]:
         """Returns copies of the module and of the narrow copy whose large weights are fake; others are as wide."""
         narrow = random_copy(self.module, torch.Generator().manual_seed(0), self._dtype)
-        of_narrow: dict[int, Any] = {}
-        pair: tuple[Tensor, Tensor]
         of_full: dict[int, Any] = {}
-        experts = self._adapter.placements(self._full_module, 1)
-        values = dict(narrow.named_parameters())
+        of_narrow: dict[int, Any] = {}
+        experts, values = self._adapter.placements(self._full_module, 1), dict(narrow.named_parameters())
         for name, parameter in self._full_module.named_parameters():
             value = values[name]
             if name in experts or parameter.numel() > _MOST_REAL_NUMEL:
-                pair = _fake(parameter.shape, value.dtype), _fake(value.shape, value.dtype)
+                with FAKE_MODE:
+                    wide, small = (torch.empty(each.shape, dtype=value.dtype) for each in (parameter, value))
             else:
-                pair = _widened(value.detach(), parameter.shape, is_weight=True), value.detach()
-            for memo, original, tensor in zip((of_full, of_narrow), (parameter, value), pair, strict=True):
-                memo[id(original)] = nn.Parameter(tensor, requires_grad=value.requires_grad)
+                wide, small = _widened(value.detach(), parameter.shape, is_weight=True), value.detach()
+            of_full[id(parameter)] = nn.Parameter(wide, requires_grad=value.requires_grad)
+            of_narrow[id(value)] = nn.Parameter(small, requires_grad=value.requires_grad)
         buffers = zip(self._full_module.buffers(), narrow.buffers(), strict=True)
         of_full |= {id(buffer): _widened(value, buffer.shape) for buffer, value in buffers}
         return copy.deepcopy(self._full_module, of_full), copy.deepcopy(narrow, of_narrow)
@@ -160,10 +150,10 @@ class NarrowExperts:
 
 
 class NarrowCopies:
-    """The narrow copies of one module, in the order in which they are tried.
+    """The narrow copies of one module that run its program unsharded, one after the other.
 
     Attributes:
-        reason: Why the copies so far cannot take the place of the module; "" if it is small or none was refused.
+        current: The copy that takes its place now; None if it is small, or all were refused.
     """
 
     def __init__(
@@ -174,7 +164,7 @@ class NarrowCopies:
         sizes: tuple[int, int],
         dtypes: tuple[torch.dtype, ...],
     ) -> None:
-        """Makes no copy yet.
+        """Makes the first copy.
 
         Args:
             module: The module, with full parameters; its weights are not read.
@@ -183,11 +173,11 @@ class NarrowCopies:
             sizes: Number of expert-parallel ranks, and of tensor ranks.
             dtypes: Types of floating numbers, to be tried in turn.
         """
-        self.reason = ""
-        self._arguments = module, adapter, call, sizes[0]
-        self._tensor_size, self._dtypes = sizes[1], dtypes
+        self._reason = ""
+        self._arguments, self._tensor_size, self._dtypes = (module, adapter, call, sizes[0]), sizes[1], dtypes
         is_large = sum(parameter.numel() for parameter in module.parameters()) >= LEAST_NUMEL
         self._divisions = self._ordered_divisions() if is_large else []
+        self.current = self._next()
 
     def _ordered_divisions(self) -> list[Division]:
         """Divisions, those whose shards have aligned rows first: kernels refuse others."""
@@ -195,9 +185,9 @@ class NarrowCopies:
         try:
             found = list(divisions(module, flatten(call)[0], self._tensor_size, {adapter.num_experts}))
         except Exception as error:
-            self.reason = f"{type(error).__name__}: {error}"
+            self._reason = f"{type(error).__name__}: {error}"
             return []
-        self.reason = "" if found else "no width can be divided"
+        self._reason = "" if found else "no width can be divided"
         shapes = [parameter.shape[1:] for parameter in module.parameters() if parameter.dim() > 1]
 
         def is_unlikely(division: Division) -> bool:
@@ -206,8 +196,7 @@ class NarrowCopies:
 
         return sorted(found, key=is_unlikely)[:_MOST_COPIES]
 
-    def find(self) -> NarrowExperts | None:
-        """Returns the next copy that runs the module's program unsharded, if there is one."""
+    def _next(self) -> NarrowExperts | None:
         while self._divisions:
             division = self._divisions.pop(0)
             for dtype in self._dtypes:
@@ -217,15 +206,20 @@ class NarrowCopies:
                 except Exception as error:
                     difference = f"{type(error).__name__}: {error}"
                 if not difference:
-                    self.reason = ""
+                    self._reason = ""
                     return narrow
-                self.reason = self.reason or difference
+                self._reason = self._reason or difference
         return None
 
-    def refuse(self, reason: str) -> NarrowExperts | None:
-        """Gives the reason why the latest copy cannot take the place of the module; returns the next copy."""
-        found, self.reason = self.find(), self.reason or reason
-        return found
+    def refuse(self, reason: str) -> None:
+        """Goes on to the next copy, since the current one cannot take the place of the module."""
+        self.current = self._next()
+        self._reason = self._reason or reason
+
+    @property
+    def why_none(self) -> str:
+        """Why no copy takes the place of the module; "" if one does, or the module is small."""
+        return "" if self.current is not None else self._reason
 
 
 class _FakeResults(TorchFunctionMode):
@@ -289,24 +283,6 @@ def _by_numbers(index: Any) -> Any:
         is_mask = isinstance(part, Tensor) and not isinstance(part, FakeTensor) and part.dtype is torch.bool
         found.extend(part.nonzero(as_tuple=True) if is_mask else (part,))
     return tuple(found) if type(index) is tuple or len(found) != 1 else found[0]
-
-
-def _narrow_call(call: Call, division: Division) -> Call:
-    """A call whose features, along the last dim of each floating tensor, are divided."""
-    leaves, spec = flatten(call)
-    narrow: Call = unflatten([_narrow_leaf(leaf, division) for leaf in leaves], spec)
-    return narrow
-
-
-def _narrow_leaf(leaf: Any, division: Division) -> Any:
-    if not is_float(leaf) or not leaf.dim():
-        return leaf
-    return torch.empty((*leaf.shape[:-1], division.of(leaf.shape[-1])), dtype=leaf.dtype, device="meta")
-
-
-def _fake(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    with FAKE_MODE:
-        return torch.empty(shape, dtype=dtype)
 
 
 def _repeats(wide: torch.Size, narrow: torch.Size) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import Holder, PeakMeter, bytes_by_kind, find_holders
-from lightning_hybrid.callbacks.monitors.series import Series, gather_rows, keep_series
-from lightning_hybrid.callbacks.pictures import check_counts, log_picture, plot_path, save_plot
+from lightning_hybrid.callbacks import pictures
+from lightning_hybrid.callbacks.monitors.holders import Holder, PeakMeter, bytes_by_kind, find_holders
+from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, MUTED, ORANGE
 from lightning_hybrid.errors import causes_of, is_out_of_memory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.predict.ranks import RankMemory
@@ -27,12 +27,11 @@ MEASURED = ("parameters", "gradients", "optimizer_states", "rest", "peak")
 _UNKNOWN, _WHAT = -1, "MemoryMonitor"
 PREDICTED = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
 _BARS = {
-    "parameters": "#4c78a8",
-    "gradients": "#f58518",
-    "optimizer_states": "#54a24b",
-    "rest": "#b8b0ac",
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer_states": GREEN,
+    "rest": GREY,
 }
-_INK, _MUTED = "#222222", "#777777"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _ADVICE = (
     'what takes less memory: recompute="full" for activations, more num_microbatches with stages, zero_stage=3 for'
@@ -79,13 +78,13 @@ class MemoryMonitor(Callback):
         num_largest: int = 5,
         folder: str | Path | None = None,
     ) -> None:
-        self.path = None if path is None else plot_path(path, "memory.png")
-        check_counts(step=step, num_largest=num_largest)
-        check_counts(**({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
+        self.path = pictures.plot_path(path, "memory.png")
+        pictures.check_counts(step=step, num_largest=num_largest)
+        pictures.check_counts(**({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
         self.step, self.every_n_steps, self.num_largest = step, every_n_steps, num_largest
         self.folder = None if folder is None else Path(folder)
         self.measured: list[dict[str, int]] = []
-        self.series: Series = {}
+        self.series: pictures.Series = {}
         self.predicted: RankMemory | None = None
         self._saved_by_layer: Mapping[str, int] = {}
         self._forget_step()
@@ -112,7 +111,9 @@ class MemoryMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins to measure, if the step was requested."""
-        if batch_idx % trainer.accumulate_grad_batches or not self._is_wanted(trainer.global_step + 1):
+        if batch_idx % trainer.accumulate_grad_batches or not pictures.is_wanted(
+            trainer.global_step + 1, self.step, self.every_n_steps
+        ):
             return
         self._is_measured = True
         with only_informs(_WHAT):
@@ -148,7 +149,7 @@ class MemoryMonitor(Callback):
         with only_informs(_WHAT):
             row = self._row(trainer, pl_module)
         self._forget_step()
-        rows = gather_rows(torch.tensor(row, dtype=torch.float64), trainer.strategy).long().tolist()
+        rows = pictures.gather_rows(torch.tensor(row, dtype=torch.float64), trainer.strategy).long().tolist()
         measured = [dict(zip(names, values, strict=True)) for values in rows]
         if any(rank["peak"] == _UNKNOWN for rank in measured):
             return
@@ -176,26 +177,16 @@ class MemoryMonitor(Callback):
             return [_UNKNOWN] * len(PREDICTED)
         return [_UNKNOWN if (size := getattr(self.predicted, kind)) is None else size for kind in PREDICTED]
 
-    def _is_wanted(self, step: int) -> bool:
-        if self.every_n_steps is None or step < self.step:
-            return step == self.step
-        return (step - self.step) % self.every_n_steps == 0
-
     def _report(self, trainer: Trainer, step: int) -> None:
         metrics = {f"memory/{kind}": float(max(rank[kind] for rank in self.measured)) for kind in MEASURED}
         if (predicted := max(rank["predicted_total"] for rank in self.measured)) >= 0:
             metrics["memory/predicted_peak"] = float(predicted)
         metrics |= {f"memory/peak/rank_{number}": float(rank["peak"]) for number, rank in enumerate(self.measured)}
-        keep_series(self.series, metrics, step)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        pictures.keep_series(self.series, metrics, step)
+        pictures.log_metrics(trainer, metrics, step)
         rank_zero_info(memory_table(self.measured, step))
-        if self.path is None:
-            log_picture(trainer.loggers, "memory", lambda: draw_rank_memory(self.measured, step), step)
-            return
-        figure = draw_rank_memory(self.measured, step)
-        path = self.path if self.every_n_steps is None else self.path.with_stem(f"{self.path.stem}-{step}")
-        save_plot(figure, path, trainer.loggers, "memory", step)
+        path = pictures.numbered(self.path, step, self.every_n_steps)
+        pictures.show_plot(lambda: draw_rank_memory(self.measured, step), path, trainer.loggers, "memory", step)
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +243,7 @@ def draw_rank_memory(ranks: Sequence[Mapping[str, int]], step: int) -> Any:
     axes = figure.subplots()
     positions = list(range(len(ranks)))
     largest = max(max(rank["peak"], rank["predicted_total"]) for rank in ranks)
-    unit = max(index for index in range(len(_UNITS)) if index == 0 or largest >= 1024**index)
+    unit = pictures.unit_index(_UNITS, largest)
     left = [0.0] * len(ranks)
     for kind, colour in _BARS.items():
         sizes = [rank[kind] / 1024**unit for rank in ranks]
@@ -260,12 +251,11 @@ def draw_rank_memory(ranks: Sequence[Mapping[str, int]], step: int) -> Any:
         left = [begin + size for begin, size in zip(left, sizes, strict=True)]
     known = [(rank["predicted_total"] / 1024**unit, y) for y, rank in enumerate(ranks) if rank["predicted_total"] >= 0]
     for number, (x, y) in enumerate(known):
-        axes.plot([x, x], [y - 0.42, y + 0.42], color=_INK, linewidth=1.6, label=None if number else "predicted peak")
+        axes.plot([x, x], [y - 0.42, y + 0.42], color=INK, linewidth=1.6, label=None if number else "predicted peak")
     axes.set_yticks(positions, [f"rank {position}" for position in positions])
     axes.invert_yaxis()
-    axes.set_xlabel(f"{_UNITS[unit]} of tensors in step {step}, at the peak", color=_MUTED)
-    axes.tick_params(length=0, labelsize=9, labelcolor=_MUTED)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel(f"{_UNITS[unit]} of tensors in step {step}, at the peak", color=MUTED)
+    pictures.tidy(axes, grid=False)
     figure.legend(loc="outside upper left", ncols=5, frameon=False, fontsize=9)
     return figure
 

@@ -20,14 +20,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from lightning_hybrid.callbacks.action_times import MeasuredStep, Ranks, check_ranks, gather_step
-from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps, metrics_of
-from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
-from lightning_hybrid.callbacks.lost_time.write_measurements import costs_of, write_lost_time, write_measured_costs
-from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
-from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
-from lightning_hybrid.callbacks.monitors.series import gather_rows
-from lightning_hybrid.callbacks.pictures import check_counts, figure_of, log_picture, write_picture
+from lightning_hybrid.callbacks import pictures
+from lightning_hybrid.callbacks.actions import MeasuredStep, Ranks, check_ranks, gather_step
+from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
+from lightning_hybrid.callbacks.lost_time.files import costs_of, write_lost_time, write_measured_costs
+from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps, metrics_of
+from lightning_hybrid.callbacks.monitors.holders import PeakMeter
+from lightning_hybrid.callbacks.monitors.memory import MemoryMonitor
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.patching import around
 from lightning_hybrid.predict.costs.layers import checksum_of_names
@@ -98,7 +97,7 @@ class PipelineTimeline(Callback):
                 raise ValueError(f"path={str(one)!r} must end in .svg, .png or .json; set path='timeline.svg'")
         if self.memory_path is not None and self.memory_path.suffix not in _PICTURES:
             raise ValueError(f"memory_path={str(memory_path)!r} must end in .svg or .png; set memory_path='memory.svg'")
-        check_counts(step=step, **({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
+        pictures.check_counts(step=step, **({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
         if not isinstance(rebalance, bool):
             raise TypeError(f"rebalance={rebalance!r} must be True or False")
         if rebalance and isinstance(ranks, Mapping) and "pipeline" in ranks:
@@ -242,20 +241,17 @@ class PipelineTimeline(Callback):
         analyzed = self._steps.add(step, measured, _assignment_of(trainer))
         if analyzed is None:
             return
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics_of(analyzed.lost.total), step=step)
+        pictures.log_metrics(trainer, metrics_of(analyzed.lost.total), step)
 
     def _is_wanted(self, step: int) -> bool:
-        if self.every_n_steps is None or step < self.step:
-            return step == self._wanted_step
-        return (step - self.step) % self.every_n_steps == 0
+        return pictures.is_wanted(step, self._wanted_step, self.every_n_steps)
 
     def _prepare(self, strategy: Any, step: int) -> None:
         """Records times in a step that is measured, and samples memory if it is drawn."""
         is_drawn = self.memory_path is not None or any(path.suffix == ".json" for path in self.paths)
-        is_wanted, recorder = self._is_wanted(step), strategy.recorder
+        is_measured, recorder = self._is_wanted(step), strategy.recorder
         for readers, reads in ((recorder.time_readers, True), (recorder.memory_readers, is_drawn)):
-            if reads and is_wanted:
+            if reads and is_measured:
                 readers.add(self)
             else:
                 readers.discard(self)
@@ -275,16 +271,16 @@ class PipelineTimeline(Callback):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(trace), encoding="utf-8")
             else:
-                write_picture(svg, path)
-        log_picture(trainer.loggers, "pipeline_timeline", lambda: figure_of(svg), step)
+                pictures.write_picture(svg, path)
+        pictures.log_picture(trainer.loggers, "pipeline_timeline", lambda: pictures.figure_of(svg), step)
         if self.memory_path is not None:
             is_cuda = trainer.strategy.root_device.type == "cuda"
             kind = "memory of tensors on the device" if is_cuda else "memory of the process (resident set size)"
             title = f"Step {step}, memory between actions"
             memory = memory_to_svg(measured.memory, timeline.num_ranks, title, kind=kind, **shared)
             written.append(self._numbered(self.memory_path, step))
-            write_picture(memory, written[-1])
-            log_picture(trainer.loggers, "memory_timeline", lambda: figure_of(memory), step)
+            pictures.write_picture(memory, written[-1])
+            pictures.log_picture(trainer.loggers, "memory_timeline", lambda: pictures.figure_of(memory), step)
         self._log(trainer, measured, step, ", ".join(map(str, written)))
 
     def _numbered(self, path: Path, step: int) -> Path:
@@ -299,8 +295,7 @@ class PipelineTimeline(Callback):
             f"step {step}: bubble {bubble:.1%} measured, {bound:.1%} by the schedule ({1000 * seconds:.0f} ms measured,"
             f" {1000 * bound_seconds:.0f} ms by the schedule); {written}"
         )
-        for logger in trainer.loggers:
-            logger.log_metrics({"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step=step)
+        pictures.log_metrics(trainer, {"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step)
 
 
 def _assignment_of(trainer: Trainer) -> Assignment | None:
@@ -365,7 +360,7 @@ class ModelAndMemory:
             peak, meter, self._meter = 0, self._meter, None
             with only_informs("the measured memory"):
                 peak = 0 if meter is None else meter.stop(0)
-            rows = gather_rows(torch.tensor([peak], dtype=torch.float64), trainer.strategy)
+            rows = pictures.gather_rows(torch.tensor([peak], dtype=torch.float64), trainer.strategy)
             if rows.min() > 0:  # all ranks have measured
                 self.peaks = tuple(int(row[0]) for row in rows)
 

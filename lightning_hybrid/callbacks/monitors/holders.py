@@ -22,17 +22,11 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 class Holder(NamedTuple):
-    """Tensors of one parameter.
+    """Tensors of one parameter."""
 
-    Attributes:
-        kind: "parameters", "gradients" or "optimizer_states".
-        name: FQN of the parameter.
-        nbytes: On the device; of memory that several share, counted at the first.
-    """
-
-    kind: str
-    name: str
-    nbytes: int
+    kind: str  # "parameters", "gradients" or "optimizer_states"
+    name: str  # FQN of the parameter
+    nbytes: int  # on the device; of memory that several share, counted at the first
 
 
 def find_holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> list[Holder]:

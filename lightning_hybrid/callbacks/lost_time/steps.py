@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hybrid.callbacks.action_times import MeasuredStep
+from lightning_hybrid.callbacks.actions import MeasuredStep
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.schedule import Kind, Schedule, Timeline, chain
 from lightning_hybrid.schedule.measured.learned_seconds import MeasuredCut, learned_seconds
@@ -34,21 +34,13 @@ _MOST_STEPS = 100  # the latest ones; each has the times of all its actions
 
 @dataclass(frozen=True)
 class AnalyzedStep:
-    """One measured step.
+    """One measured step."""
 
-    Attributes:
-        step: Of the optimizer, counted from 1.
-        lost: Its time by cause.
-        columns: Numbers of the lanes, by heading.
-        pipelines: The actions of each pipeline, without the optimizer's.
-        schedule: The order of the actions of the first pipeline.
-    """
-
-    step: int
-    lost: LostTime
-    columns: Mapping[str, Sequence[int]]
-    pipelines: tuple[Timeline, ...]
-    schedule: Schedule
+    step: int  # of the optimizer, counted from 1
+    lost: LostTime  # its time by cause
+    columns: Mapping[str, Sequence[int]]  # numbers of the lanes, by heading
+    pipelines: tuple[Timeline, ...]  # the actions of each pipeline, without the optimizer's
+    schedule: Schedule  # the order of the actions of the first pipeline
 
 
 def analyze_step(step: int, measured: MeasuredStep, assignment: Assignment | None) -> AnalyzedStep | None:

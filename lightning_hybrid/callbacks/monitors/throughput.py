@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.callbacks.monitors.sent_bytes import AXIS_NAMES, SentBytes
-from lightning_hybrid.callbacks.monitors.series import Series, gather_rows, keep_series
+from lightning_hybrid.callbacks.monitors.messages import AXIS_NAMES, SentBytes
+from lightning_hybrid.callbacks.pictures import Series, gather_rows, keep_series
 from lightning_hybrid.patching import around, around_method
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
@@ -87,14 +87,12 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         self._sent: SentBytes | None = None
         self._undo = contextlib.ExitStack()
         self._num_batches = 0
-        self._fetch_start: float | None = None
+        self._fetch_start = self._since = perf_counter()
         self._waited = 0.0
-        self._since = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings and the figures, without what belongs to a run."""
-        fresh = {"_counter": None, "_sent": None, "_undo": contextlib.ExitStack(), "_fetch_start": None}
-        return {**self.__dict__, **fresh}
+        return {**self.__dict__, "_counter": None, "_sent": None, "_undo": contextlib.ExitStack()}
 
     def connect_flops(self, flops_per_sample: float | None, why_not: str = "") -> None:
         """Take the FLOPs of a training step per sample, or why this rank can neither have nor count them."""
@@ -118,7 +116,6 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         self._undo.close()
         self._forget_run()
         self.series = {}
-        self._since = perf_counter()
         loop: Any = trainer.fit_loop.epoch_loop
         for name, hook in (("_on_before_fetch", self._before_fetch), ("_on_after_fetch", self._after_fetch)):
             self._undo.callback(around(loop, name, hook, reason="measures waits for input"))
@@ -132,9 +129,7 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         self._fetch_start = perf_counter()
 
     def _after_fetch(self, original: Callable[[], None]) -> None:
-        if self._fetch_start is not None:
-            self._waited += perf_counter() - self._fetch_start
-        self._fetch_start = None
+        self._waited += perf_counter() - self._fetch_start
         original()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -288,7 +283,7 @@ class StepFlopCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0.0
-        self._undo: Callable[[], None] | None = None
+        self._undo = contextlib.ExitStack()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a kernel, and count it if no backward runs it."""
@@ -300,13 +295,11 @@ class StepFlopCounter(TorchDispatchMode):
 
     def start(self, module: LightningModule) -> None:
         """Count the training steps of a module from now on; compiled layers run without compilation."""
-        self._undo = around_method(module, "training_step", self._run, reason="counts FLOPs")
+        self._undo.callback(around_method(module, "training_step", self._run, reason="counts FLOPs"))
 
     def stop(self) -> None:
         """Count no further steps."""
-        if self._undo is not None:
-            self._undo()
-        self._undo = None
+        self._undo.close()
 
     def _run(self, module: Any, run: Callable[[], Any]) -> Any:
         del module

@@ -11,12 +11,12 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
-from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
+from lightning_hybrid.experts.moe.grouped import ACTIVATIONS, GroupedExperts
 
 _BATCH, _LENGTH = 2, 3
 _TOLERANCE = 1e-9
@@ -28,50 +28,32 @@ class NotAnMLP(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Location of one weight matrix of a dense MLP.
+    """Location of one weight matrix of a dense MLP."""
 
-    Attributes:
-        weight: Name of the parameter.
-        bias: Name of its bias, if it has one.
-        transposed: Whether the weight is laid out [inputs, outputs].
-        rows: Output rows [start, stop) of the parameter that belong to this matrix; all if None.
-    """
+    weight: str  # name of the parameter
+    bias: str  # name of its bias; "" if it has none
+    transposed: bool  # whether the weight is laid out [inputs, outputs]
+    rows: tuple[int, int | None] = (0, None)  # start and stop of the parameter's output rows that belong to it
 
-    weight: str
-    bias: str | None
-    transposed: bool
-    rows: tuple[int, int] | None = None
-
-    def of(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Returns weight of shape [outputs, inputs] and bias [outputs] of a module."""
+    def weight_of(self, module: nn.Module) -> Tensor:
+        """Returns the weight of a module, of shape [outputs, inputs]."""
         weight: Tensor = module.get_parameter(self.weight)
-        weight = weight.t() if self.transposed else weight
-        bias: Tensor | None = None if self.bias is None else module.get_parameter(self.bias)
-        if self.rows is not None:
-            weight = weight[slice(*self.rows)]
-            bias = None if bias is None else bias[slice(*self.rows)]
-        return weight, bias
+        return (weight.t() if self.transposed else weight)[slice(*self.rows)]
+
+    def bias_of(self, module: nn.Module) -> Tensor:
+        """Returns the bias of a module, of shape [outputs]."""
+        return module.get_parameter(self.bias)[slice(*self.rows)]
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseMLP:
-    """Recognized structure of a dense MLP.
+    """Recognized structure of a dense MLP."""
 
-    Attributes:
-        dim: Size of its inputs and outputs.
-        takes_rows: Whether it takes inputs [rows, dim] or needs [1, rows, dim].
-        up, gate, down: Its matrices; None if its structure is not recognized.
-        activation: Name of the activation between them.
-        dropout: Share of its outputs that are dropped in training.
-    """
-
-    dim: int
-    takes_rows: bool
-    up: Matrix | None = None
-    gate: Matrix | None = None
-    down: Matrix | None = None
-    activation: str = ""
-    dropout: float = 0.0
+    dim: int  # size of its inputs and outputs
+    takes_rows: bool  # whether it takes inputs [rows, dim] or needs [1, rows, dim]
+    matrices: tuple[Matrix, ...] = ()  # the gate if there is one, up, and down; none if its structure is not recognized
+    activation: str = ""  # name of the activation between them
+    dropout: float = 0.0  # share of its outputs that are dropped in training
 
 
 @torch.no_grad()
@@ -114,24 +96,18 @@ def experts_of(dense: DenseMLP, modules: Sequence[nn.Module]) -> GroupedExperts:
         dense: Structure of the MLPs.
         modules: One per expert; the first one determines dtype and device.
     """
-    assert dense.up is not None and dense.down is not None
-    first = [matrix for matrix in (dense.gate, dense.up) if matrix is not None]
-    (width, _), like = dense.up.of(modules[0])[0].shape, modules[0].get_parameter(dense.up.weight)
-    experts = GroupedExperts(
-        len(modules),
-        dense.dim,
-        width,
-        gated=dense.gate is not None,
-        activation=dense.activation,
-        bias=dense.up.bias is not None,
-    ).to(like.device, like.dtype)
-    for name, matrices in (("up", first), ("down", [dense.down])):
-        pairs = [[matrix.of(module) for matrix in matrices] for module in modules]
-        weights = torch.stack([torch.cat([weight for weight, _ in pair]) for pair in pairs])
-        experts.get_parameter(name).copy_(weights).requires_grad_(like.requires_grad)
-        if dense.up.bias is not None:
-            biases = torch.stack([torch.cat([bias for _, bias in pair if bias is not None]) for pair in pairs])
-            experts.get_parameter(f"{name}_bias").copy_(biases).requires_grad_(like.requires_grad)
+    *first, down = dense.matrices
+    width, like = down.weight_of(modules[0]).shape[1], modules[0].get_parameter(down.weight)
+    options: dict[str, Any] = {"gated": len(first) == 2, "activation": dense.activation, "bias": bool(down.bias)}
+    experts = GroupedExperts(len(modules), dense.dim, width, **options).to(like.device, like.dtype)
+    for name, matrices in (("up", first), ("down", [down])):
+        weights = [torch.cat([matrix.weight_of(module) for matrix in matrices]) for module in modules]
+        stacked = {name: torch.stack(weights)}
+        if down.bias:
+            biases = [torch.cat([matrix.bias_of(module) for matrix in matrices]) for module in modules]
+            stacked[f"{name}_bias"] = torch.stack(biases)
+        for each, value in stacked.items():
+            experts.get_parameter(each).copy_(value).requires_grad_(like.requires_grad)
     return experts
 
 
@@ -200,7 +176,7 @@ def _matrices(probe: nn.Module) -> Iterator[tuple[Matrix, int, int]]:
             bias = local.get("bias")
             expected = nn.functional.linear(x, weight, bias if bias is None or len(bias) == len(weight) else None)
             if isinstance(y, Tensor) and y.shape == expected.shape and _allclose(y, expected):
-                biased = None if bias is None else f"{prefix}bias"
+                biased = f"{prefix}bias" if "bias" in local else ""
                 yield Matrix(f"{prefix}weight", biased, transposed), weight.shape[1], weight.shape[0]
                 break
 
@@ -216,24 +192,17 @@ def _candidates(probe: nn.Module, unknown: DenseMLP) -> Iterator[DenseMLP]:
         (down, width, outputs), *into = order
         if outputs != dim or any(inputs != dim for _, inputs, _ in into):
             continue
-        sizes = [size for _, _, size in into]
-        if sizes == [width]:
-            pairs: list[tuple[Matrix, Matrix | None]] = [(into[0][0], None)]
-        elif sizes == [2 * width]:
-            first, second = (dataclasses.replace(into[0][0], rows=(row, row + width)) for row in (0, width))
-            pairs = [(second, first), (first, second)]
-        elif sizes == [width, width]:
-            pairs = [(into[0][0], into[1][0])]
-        else:
-            continue
-        for up, gate in pairs:
+        sizes, first = [size for _, _, size in into], tuple(matrix for matrix, _, _ in into)
+        halves = tuple(dataclasses.replace(first[0], rows=(row, row + width)) for row in (0, width))
+        structures = [first[::-1]] if sizes in ([width], [width, width]) else []
+        structures += [halves, halves[::-1]] if sizes == [2 * width] else []
+        for structure in structures:
             for activation in ACTIVATIONS:
-                yield dataclasses.replace(unknown, up=up, gate=gate, down=down, activation=activation)
+                yield dataclasses.replace(unknown, matrices=(*structure, down), activation=activation)
 
 
 def _matches(dense: DenseMLP, probe: nn.Module, x: Tensor, expected: Tensor) -> bool:
-    matrices = [matrix for matrix in (dense.up, dense.gate, dense.down) if matrix is not None]
-    if len({matrix.bias is None for matrix in matrices}) > 1:
+    if len({bool(matrix.bias) for matrix in dense.matrices}) > 1:
         return False  # only some of them have a bias
     rows = x.flatten(0, 1)
     output = experts_of(dense, [probe])(rows, torch.tensor([len(rows)]))

@@ -24,17 +24,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters, has_further_adapters
-from lightning_hybrid.experts.parallel.batched_expert_adapters import (
+from lightning_hybrid.experts.parallel.adapters import (
     BatchedPairs,
     BatchedRows,
     Call,
+    ExpertList,
     ExpertsAdapter,
     bound_arguments,
+    candidate_adapters,
     rows_and_counts,
-    stacked_experts,
 )
-from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.predict.costs.layers import ExpertSet
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
@@ -65,7 +64,7 @@ class ExpertCosts:
             f"{fqn}.{name}" if name else fqn: module
             for fqn, unit in units.items()
             for name, module in unit.named_modules()
-            if _may_have_experts(module)
+            if any(True for _ in module.parameters())
         }
         with replaced_forwards(inside, partial(partial, self._run), reason="costs of experts"):
             yield
@@ -156,14 +155,6 @@ class ExpertCosts:
         return out
 
 
-def _may_have_experts(module: nn.Module) -> bool:
-    """Whether an adapter may recognise a module, as far as its structure tells."""
-    if has_further_adapters():
-        return any(True for _ in module.parameters())
-    lists = (child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict))
-    return stacked_experts(module) is not None or any(len(each) > 1 for each in lists)
-
-
 def _attempt(forward: Forward, call: Call, counter: CostCounter) -> tuple[bool, Any]:
     """Run on stand-ins; returns whether no shape depends on values, and the result if there is one."""
     before, counter.has_dynamic_shapes = counter.has_dynamic_shapes, False
@@ -206,11 +197,7 @@ def _stacked(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _run_one_stacked_expert(module: nn.Module, adapter: ExpertsAdapter, call: Call) -> Tensor:
-    """The result of an MLP with or without a gate, as its first expert computes it of the rows of all of them.
-
-    Raises:
-        Exception: The experts are no such MLP.
-    """
+    """The result of an MLP with or without a gate, as its first expert computes it of the rows of all of them."""
     arguments = bound_arguments(module, call)
     weights = _stacked(module)
 
@@ -269,9 +256,9 @@ def _run_with_one_expert(
 ) -> tuple[int, Any]:
     """The rows of all experts of a block, and its result, for which one expert computes all of them; 0 if none are."""
     experts = [module.get_submodule(name) for name in adapter.names]
-    taken = rows_and_counts(bound_arguments(module, call), adapter.num_experts)
-    if taken is not None:
-        rows = bound_arguments(module, call)[taken[0]]
+    arguments = bound_arguments(module, call)
+    if taken := rows_and_counts(arguments, adapter.num_experts):
+        rows = arguments[taken["rows"]]
         return rows.shape[0], experts[0](rows)
     if tokens is None:
         return 0, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -9,31 +10,21 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.adascale import GradientNoise
-from lightning_hybrid.callbacks.monitors.series import Series, keep_series
-from lightning_hybrid.callbacks.pictures import log_picture, plot_path, save_plot
+from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, MUTED
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 
-_INK, _MUTED, _NOISE, _RATE, _GOODPUT = "#222222", "#777777", "#4c78a8", "#b8b0ac", "#54a24b"
-
 
 class GoodputRow(NamedTuple):
-    """What is logged at one step.
+    """What is logged at one step."""
 
-    Attributes:
-        step: Of the optimizer.
-        noise_scale: In samples.
-        batch_size: Samples of an optimizer step, of all replicas.
-        efficiency: Progress per sample, over that of a batch of the base size.
-        throughput: Samples per second of all replicas.
-    """
-
-    step: int
-    noise_scale: float
-    batch_size: int
-    efficiency: float
-    throughput: float
+    step: int  # of the optimizer
+    noise_scale: float  # in samples
+    batch_size: int  # samples of an optimizer step, of all replicas
+    efficiency: float  # progress per sample, over that of a batch of the base size
+    throughput: float  # samples per second of all replicas
 
     @property
     def goodput(self) -> float:
@@ -78,31 +69,29 @@ class GoodputMonitor(GradientNoise):
         self, path: str | Path | None = None, *, base_batch_size: int | None = None, smoothing: float | None = None
     ) -> None:
         super().__init__(smoothing=smoothing)
-        self.path = None if path is None else plot_path(path, "goodput.png")
+        self.path = pictures.plot_path(path, "goodput.png")
         if base_batch_size is not None and base_batch_size < 1:
             raise ValueError(f"base_batch_size={base_batch_size} must be at least 1")
         self.base_batch_size = base_batch_size
         self.rows: list[GoodputRow] = []
-        self.series: Series = {}
+        self.series: pictures.Series = {}
         self._forget_time()
 
     def _forget_time(self) -> None:
-        self._samples = 0  # of this replica, since the last row
-        self._since: float | None = None
+        self._samples, self._since = 0, perf_counter()  # samples of this replica, and the time since the last row
         self._has_advised = False
 
     @property
     def noise_scale_in_batches(self) -> float:
         """Estimate of the noise scale over the samples of an optimizer step; infinite where no mean is found."""
         square, variance = self._debiased().sum(1).tolist()
-        return float(variance / square) if square > 0 else float("inf")
+        return float(variance / square) if square > 0 else math.inf
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets an earlier run, and checks that there are several single batches per step."""
         super().on_train_start(trainer, pl_module)
         self.rows, self.series = [], {}
         self._forget_time()
-        self._since = perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -117,7 +106,7 @@ class GoodputMonitor(GradientNoise):
             return
         self._samples += size
         is_logged = not trainer.fit_loop._should_accumulate() and trainer._logger_connector.should_update_logs
-        if not is_logged or not len(self._weights) or self._since is None:
+        if not is_logged or not len(self._weights):
             return
         now = perf_counter()
         replicas = self._data_parallel_size
@@ -125,12 +114,12 @@ class GoodputMonitor(GradientNoise):
         batch_size = size * single_batches
         noise = self.noise_scale_in_batches * batch_size
         base = self.base_batch_size or size
-        efficiency = 1.0 if noise == float("inf") else (noise + base) / (noise + batch_size)
+        efficiency = 1.0 if noise == math.inf else (noise + base) / (noise + batch_size)
         throughput = self._samples * replicas / max(now - self._since, 1e-9)
         self._samples, self._since = 0, now
         row = GoodputRow(trainer.global_step, noise, batch_size, efficiency, throughput)
         self.rows.append(row)
-        if trainer.is_global_zero and noise != float("inf"):
+        if trainer.is_global_zero and noise != math.inf:
             self._log(trainer, row)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,20 +128,14 @@ class GoodputMonitor(GradientNoise):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves out the time of validation."""
-        if self._since is not None:
-            self._since += perf_counter() - self._validation_start
+        self._since += perf_counter() - self._validation_start
 
     def _log(self, trainer: Trainer, row: GoodputRow) -> None:
-        metrics = {
-            "goodput/noise_scale": row.noise_scale,
-            "goodput/efficiency": row.efficiency,
-            "goodput/samples_per_sec": row.throughput,
-            "goodput/goodput": row.goodput,
-            "goodput/gain_of_doubling": row.gain_of_doubling,
-        }
-        keep_series(self.series, metrics, row.step)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=row.step)
+        names = {"samples_per_sec": "throughput"}
+        shown = ("noise_scale", "efficiency", "samples_per_sec", "goodput", "gain_of_doubling")
+        metrics = {f"goodput/{name}": getattr(row, names.get(name, name)) for name in shown}
+        pictures.keep_series(self.series, metrics, row.step)
+        pictures.log_metrics(trainer, metrics, row.step)
         if row.batch_size > row.noise_scale and not self._has_advised:
             self._has_advised = True
             rank_zero_info(
@@ -164,13 +147,9 @@ class GoodputMonitor(GradientNoise):
     @only_informs("GoodputMonitor")
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draws the noise scale and the goodput over the steps."""
-        rows = [row for row in self.rows if row.noise_scale != float("inf")]
-        if not trainer.is_global_zero or not rows:
-            return
-        if self.path is None:
-            log_picture(trainer.loggers, "goodput", lambda: _draw(rows), trainer.global_step)
-            return
-        save_plot(_draw(rows), self.path, trainer.loggers, "goodput", trainer.global_step)
+        rows = [row for row in self.rows if row.noise_scale != math.inf]
+        if trainer.is_global_zero and rows:
+            pictures.show_plot(lambda: _draw(rows), self.path, trainer.loggers, "goodput", trainer.global_step)
 
 
 def _draw(rows: list[GoodputRow]) -> Any:
@@ -179,18 +158,16 @@ def _draw(rows: list[GoodputRow]) -> Any:
     steps = [row.step for row in rows]
     figure = Figure(figsize=(9.5, 5.5), dpi=150, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
-    upper.plot(steps, [row.noise_scale for row in rows], color=_NOISE, linewidth=1.8, label="gradient noise scale")
-    upper.plot(steps, [row.batch_size for row in rows], color=_INK, linewidth=1.2, linestyle="--", label="batch")
+    upper.plot(steps, [row.noise_scale for row in rows], color=BLUE, linewidth=1.8, label="gradient noise scale")
+    upper.plot(steps, [row.batch_size for row in rows], color=INK, linewidth=1.2, linestyle="--", label="batch")
     upper.set_yscale("log")
-    upper.set_ylabel("samples", color=_INK)
-    lower.plot(steps, [row.throughput for row in rows], color=_RATE, linewidth=1.8, label="throughput")
-    lower.plot(steps, [row.goodput for row in rows], color=_GOODPUT, linewidth=1.8, label="goodput")
+    upper.set_ylabel("samples", color=INK)
+    lower.plot(steps, [row.throughput for row in rows], color=GREY, linewidth=1.8, label="throughput")
+    lower.plot(steps, [row.goodput for row in rows], color=GREEN, linewidth=1.8, label="goodput")
     lower.set_ylim(bottom=0)
-    lower.set_ylabel("samples/s", color=_INK)
-    lower.set_xlabel("optimizer step", color=_MUTED)
+    lower.set_ylabel("samples/s", color=INK)
+    lower.set_xlabel("optimizer step", color=MUTED)
     for axes in (upper, lower):
-        axes.grid(axis="y", color="#e4e4e0", linewidth=0.6)
-        axes.tick_params(length=0, labelsize=9, labelcolor=_MUTED)
-        axes.spines[["top", "right", "left"]].set_visible(False)
+        pictures.tidy(axes)
         axes.legend(frameon=False, fontsize=9)
     return figure

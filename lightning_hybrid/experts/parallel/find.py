@@ -1,4 +1,4 @@
-"""Detection of modules with experts in a recorded step, with a proof that their experts can be sharded."""
+"""Modules with experts are found in a recorded step; a proof shows that their experts can be sharded."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
-from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, stacked_experts
-from lightning_hybrid.experts.parallel.equivalence_proof import ExpertsProof, why_not_equivalent
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding, possible_widths
-from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from lightning_hybrid.experts.parallel.adapters import (
+    Call,
+    ExpertList,
+    ExpertsAdapter,
+    candidate_adapters,
+    is_float,
+    stacked_experts,
+)
+from lightning_hybrid.experts.parallel.proof import ExpertsProof
+from lightning_hybrid.experts.parallel.width import WidthSharding, possible_widths
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds, without_deduplication
+from lightning_hybrid.text import spanned
 
 
 @dataclass(frozen=True)
 class FoundExperts:
-    """Result of the detection, the same on every rank.
+    """Result of the detection, the same on every rank."""
 
-    Attributes:
-        adapters: Adapter of each module with sharded experts, by FQN.
-        replicated: Reason why the experts of another module are replicated on every rank, by FQN.
-        widths: Sharding of experts over tensor ranks, by FQN of the module.
-        unsharded_widths: Reason why the experts of another module are not sharded over tensor ranks, by FQN.
-    """
-
+    # adapter of each module with sharded experts, by FQN
     adapters: Mapping[str, ExpertsAdapter] = field(default_factory=dict)
+    # reason why the experts of another module are replicated on every rank, by FQN
     replicated: Mapping[str, str] = field(default_factory=dict)
+    # sharding of experts over tensor ranks, by FQN of the module
     widths: Mapping[str, WidthSharding] = field(default_factory=dict)
+    # reason why the experts of another module are not sharded over tensor ranks, by FQN
     unsharded_widths: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -46,8 +49,8 @@ class ExpertCalls:
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
-        self._rows: dict[str, int | None] = {}  # number of vectors in the last call of each module
-        self._inputs: dict[str, Tensor | None] = {}  # first tensor of that call, while the step is recorded
+        self._inputs: dict[str, Tensor] = {}  # first tensor of the last call of each module, while the step is recorded
+        self._rows: dict[str, int] = {}  # number of vectors in it, if it has dims
         self._same_inputs: dict[str, int] = {}  # modules that were called with one tensor have the same number
 
     @contextlib.contextmanager
@@ -66,10 +69,12 @@ class ExpertCalls:
         self._inputs = {}
 
     def _recorded_call(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        first = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
         self._calls[fqn] = copied(args, _without_data), copied(kwargs, _without_data)
-        self._rows[fqn], self._inputs[fqn] = None if first is None else first.shape[:-1].numel(), first
+        self._rows.pop(fqn, None), self._inputs.pop(fqn, None)
+        for first in filter(is_float, flatten((args, kwargs))[0]):
+            if first.dim():
+                self._rows[fqn], self._inputs[fqn] = first.shape[:-1].numel(), first
+                break
         return forward(*args, **kwargs)
 
     def find(
@@ -108,7 +113,7 @@ class ExpertCalls:
                 adapters[fqn] = choice
             elif choice and not may_be_layers:
                 replicated[fqn] = choice
-            if tensor_size > 1 and stacked_experts(module) is not None:
+            if tensor_size > 1 and stacked_experts(module):
                 reason = why_unsharded(fqn)
                 if (key, reason) not in chosen_widths:
                     tried = [(choice, size)] if isinstance(choice, ExpertsAdapter) else [(c, 1) for c in candidates]
@@ -124,8 +129,8 @@ class ExpertCalls:
         """Returns whether the modules of a list all get one tensor, as heads and branches do."""
         if not isinstance(adapter, ExpertList):
             return False
-        inputs = [self._same_inputs.get(f"{fqn}.{name}") for name in adapter.names]
-        return None not in inputs and len(set(inputs)) == 1
+        inputs = [self._same_inputs.get(f"{fqn}.{name}", -number) for number, name in enumerate(adapter.names)]
+        return len(set(inputs)) == 1
 
     def _have_all_rows(self, fqn: str, adapter: ExpertsAdapter) -> bool:
         """Returns whether the modules of a list all get all tokens, as layers do.
@@ -135,7 +140,7 @@ class ExpertCalls:
         if not isinstance(adapter, ExpertList):
             return False
         rows = [self._rows.get(f"{fqn}.{name}") for name in adapter.names]
-        tokens = self._rows[fqn]
+        tokens = self._rows.get(fqn)
         return None not in rows and len(set(rows)) == 1 and tokens in (None, rows[0])
 
 
@@ -152,7 +157,7 @@ def _choose_adapter(module: nn.Module, candidates: list[ExpertsAdapter], call: C
         if adapter.num_experts % size:
             reason = reason or f"its {adapter.num_experts} experts are no multiple of {size}"
             continue
-        if not (difference := why_not_equivalent(module, adapter, call, size)):
+        if not (difference := ExpertsProof(module, adapter, call, size).why_not_equivalent()):
             return adapter
         reason = reason or f"not the same in the proof: {difference}"
     return reason
@@ -173,4 +178,34 @@ def _pick_width(
 
 def has_stacked_experts(root: nn.Module) -> bool:
     """Returns whether some module may have stacked weights of experts."""
-    return any(stacked_experts(module) is not None for module in root.modules())
+    return any(map(stacked_experts, root.modules()))
+
+
+def describe_experts(found: FoundExperts, size: int, tensor_size: int) -> str:
+    """Describes which experts are sharded and which are not, one line per kind of module."""
+    by_kind: dict[tuple[str, int], list[str]] = {}
+    for fqn, adapter in found.adapters.items():
+        by_kind.setdefault((adapter.what, adapter.num_experts), []).append(fqn)
+    lines = [
+        f"{spanned(fqns)}: {number} experts, {number // size} on each of {size} ranks ({what})"
+        for (what, number), fqns in by_kind.items()
+    ]
+    lines += [f"{fqns}: experts are replicated on every rank, {reason}" for fqns, reason in by_reason(found.replicated)]
+    widths = {
+        fqn: f"{width.length // width.size} of the {width.length} features of each expert"
+        for fqn, width in found.widths.items()
+    }
+    lines += [f"{fqns}: {share} on each of {tensor_size} tensor ranks" for fqns, share in by_reason(widths)]
+    lines += [
+        f"{fqns}: no expert is sharded over tensor ranks, {reason}"
+        for fqns, reason in by_reason(found.unsharded_widths)
+    ]
+    return "\n".join(lines)
+
+
+def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Groups modules by reason, given by FQN; returns the listed FQNs and the reason of each group."""
+    groups: dict[str, list[str]] = {}
+    for fqn, reason in reasons.items():
+        groups.setdefault(reason, []).append(fqn)
+    return [(spanned(fqns), reason) for reason, fqns in groups.items()]

@@ -9,7 +9,7 @@ The hidden features of an expert are interchangeable. So its first weights are s
     tokens ─► enter ─► experts of this rank's width ─► sum over ranks ─► ...
 
 The roles of the weights, their layout (transposed, fused, interleaved), and the biases that are added after the sum are
-found by trial; the right candidate is proved (``equivalence_proof.py``).
+found by trial; the right candidate is proved (``proof.py``).
 """
 
 from __future__ import annotations
@@ -35,34 +35,23 @@ _MAX_CANDIDATES = 48
 
 @dataclass(frozen=True)
 class WidthSharding:
-    """Sharding of the experts of one module over tensor ranks.
+    """Sharding of the experts of one module over tensor ranks."""
 
-    Attributes:
-        size: Number of ranks.
-        length: Width of one expert: its number of hidden features.
-        placements: Shardings of the parameters, by name in the module.
-        summed: Replicated parameters that each rank uses on its features: their gradients are summed.
-        once: Those of them that are added after the sum: only the first rank uses them.
-        attributes: Integer attributes of the module that are divided by ``size``.
-    """
-
-    size: int
-    length: int
-    placements: Mapping[str, Shard]
+    size: int  # number of ranks
+    length: int  # width of one expert: its number of hidden features
+    placements: Mapping[str, Shard]  # shardings of the parameters, by name in the module
+    # replicated parameters that each rank uses on its features: their gradients are summed
     summed: tuple[str, ...] = ()
-    once: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()  # those of them that are added after the sum: only the first rank uses them
+    attributes: tuple[str, ...] = ()  # integer attributes of the module that are divided by ``size``
 
     @contextlib.contextmanager
     def local_features(
         self, module: nn.Module, rank: int, sum_gradients: Callable[[list[Tensor]], list[Tensor]]
     ) -> Iterator[None]:
-        """Adapts a module with sharded parameters so that its own code runs inside the context.
+        """Adapts a module with the parameter shards of a rank so that its own code runs inside the context.
 
-        Args:
-            module: The module, with the parameter shards of this rank.
-            rank: This rank.
-            sum_gradients: Returns equal tensors, of any shape, whose gradients are summed over the ranks.
+        ``sum_gradients`` returns equal tensors, of any shape, whose gradients are summed over the ranks.
         """
         attributes, parameters = module.__dict__, module._parameters
         numbers = {name: attributes[name] for name in self.attributes}
@@ -83,13 +72,11 @@ class WidthSharding:
             parameters.update(replicated)
 
 
-def possible_widths(module: nn.Module, size: int) -> tuple[list[WidthSharding], str]:
-    """Returns candidate shardings of stacked experts, the most likely first; and the reason if there is none.
+UNSHARDED = WidthSharding(1, 0, {})
 
-    Args:
-        module: The user's module, with full parameters, which are stacked along their first dim.
-        size: Number of tensor ranks.
-    """
+
+def possible_widths(module: nn.Module, size: int) -> tuple[list[WidthSharding], str]:
+    """Returns candidate shardings of stacked experts over ranks, the most likely first; the reason if there is none."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     weights = [name for name, shape in shapes.items() if len(shape) == 3]
     others = [name for name in shapes if name not in weights]

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
-from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression
+from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps
+from lightning_hybrid.callbacks.slow_links import GradientCompression
 from lightning_hybrid.soft_failures import only_informs
 
 

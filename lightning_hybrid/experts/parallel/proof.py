@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
-from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, is_float
-from lightning_hybrid.experts.parallel.expert_ranks_in_one_process import ExpertRanks
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
-from lightning_hybrid.experts.parallel.narrow_experts import NarrowCopies
+from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, is_float
+from lightning_hybrid.experts.parallel.narrow import NarrowCopies
+from lightning_hybrid.experts.parallel.ranks import ExpertRanks, comparable, examples, prepared
+from lightning_hybrid.experts.parallel.width import UNSHARDED, WidthSharding
 from lightning_hybrid.params import store
-from lightning_hybrid.step.objects.pytree import flatten, unflatten
+from lightning_hybrid.step.objects.pytree import flatten
 
 # By dtype: tolerance of outputs and gradients, relative to the largest element. float32 is used where kernels do not
 # support float64.
@@ -32,7 +31,11 @@ _MOST_IN_FLOAT64 = 10**8  # parameters; larger modules are proved in float32
 
 
 class ExpertsProof:
-    """Proves shardings of one module with experts."""
+    """Proves shardings of one module with experts.
+
+    Attributes:
+        copies: Its narrow copies, if it is wide.
+    """
 
     def __init__(self, module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, tensor_size: int = 1) -> None:
         """Makes a narrow copy if the module is wide.
@@ -45,45 +48,32 @@ class ExpertsProof:
             tensor_size: Number of tensor ranks.
         """
         self._module, self._adapter, self._call, self._size = module, adapter, call, size
-        self._copies = NarrowCopies(module, adapter, call, (size, tensor_size), tuple(_TOLERANCES))
-        self._narrow = self._copies.find()
+        self.copies = NarrowCopies(module, adapter, call, (size, tensor_size), tuple(_TOLERANCES))
 
-    @property
-    def why_full_width(self) -> str:
-        """Why a wide module is not proved on a narrow copy; "" if it is."""
-        return "" if self._narrow is not None else self._copies.reason
-
-    @property
-    def narrow_copy(self) -> nn.Module | None:
-        """The narrow copy, if the module is proved on one."""
-        return None if self._narrow is None else self._narrow.module
-
-    def why_not_equivalent(self, width: WidthSharding | None = None) -> str:
+    def why_not_equivalent(self, width: WidthSharding = UNSHARDED) -> str:
         """Compares the module with sharded experts to the full module; returns how they differ, "" if they do not.
 
         Args:
-            width: Sharding of each expert over tensor ranks, if any.
+            width: Sharding of each expert over tensor ranks.
         """
-        while (narrow := self._narrow) is not None:
+        while (narrow := self.copies.current) is not None:
             try:
-                of_copy = None if width is None else narrow.width_of_copy(width)
+                of_copy = narrow.width_of_copy(width)
             except ValueError as error:
-                self._narrow = self._copies.refuse(str(error))
+                self.copies.refuse(str(error))
                 continue
             difference, was_run = self._difference(narrow.module, narrow.call, of_copy, tuple(_TOLERANCES))
-            if was_run and difference:
-                return difference
-            if not was_run and not narrow.runs_sharded(width):
+            if difference and (was_run or not narrow.runs_sharded(width)):
                 return difference
             other_program = difference or narrow.why_another_program(width, of_copy)
             if not other_program:
                 return ""
-            self._narrow = self._copies.refuse(other_program)
+            self.copies.refuse(other_program)
         is_large = sum(parameter.numel() for parameter in self._module.parameters()) > _MOST_IN_FLOAT64
         return self._difference(self._module, self._call, width, tuple(_TOLERANCES)[is_large:])[0]
 
     def _difference(
-        self, module: nn.Module, call: Call, width: WidthSharding | None, dtypes: tuple[torch.dtype, ...]
+        self, module: nn.Module, call: Call, width: WidthSharding, dtypes: tuple[torch.dtype, ...]
     ) -> tuple[str, bool]:
         """Returns the difference, and whether both were run; otherwise the error instead."""
         reason = "it was not tried"
@@ -97,19 +87,11 @@ class ExpertsProof:
         return reason, False
 
 
-def why_not_equivalent(
-    module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, width: WidthSharding | None = None
-) -> str:
-    """Proves one sharding: returns how it differs from the full module, "" if it does not; as `ExpertsProof`."""
-    proof = ExpertsProof(module, adapter, call, size, 1 if width is None else width.size)
-    return proof.why_not_equivalent(width)
-
-
 class _Comparison:
     """Runs of a full copy of a module with random weights, and of its ranks."""
 
     def __init__(
-        self, module: nn.Module, adapter: ExpertsAdapter, size: int, dtype: torch.dtype, width: WidthSharding | None
+        self, module: nn.Module, adapter: ExpertsAdapter, size: int, dtype: torch.dtype, width: WidthSharding
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.full = random_copy(module, self.generator, dtype).requires_grad_()
@@ -125,9 +107,7 @@ class _Comparison:
         return f"{where} differs by {worst:.1e} of the largest, allowed are {tolerance:.0e}"
 
     def _differences(self, call: Call) -> Iterator[tuple[float, str]]:
-        size = max(2, self.size)
-        for rank in (*range(min(size - 1, _MOST_RANKS)), size - 1):
-            example = self.adapter.example(call, rank, size, self.generator)
+        for rank, example in examples(self.adapter, call, self.size, _MOST_RANKS, self.generator):
             wanted = self._run(self.full.forward, example, [self.full])
             local = [modules[rank % self.size] for modules in self.ranks.modules]
             found = self._run(partial(self.ranks.call, rank % self.size), example, local)
@@ -139,25 +119,21 @@ class _Comparison:
                 if len(others) % max(len(tensors), 1) or len(others) < len(tensors):
                     yield float("inf"), where
         for name, parameter in self.full.named_parameters():
-            for gradient, coordinates in self._gradients(name):
-                expected = (
-                    None if parameter.grad is None else self.ranks.local_shard(name, parameter.grad, *coordinates)
-                )
-                yield _difference(expected, gradient), f"the gradient of {name}"
+            for place, gradients in self._gradients(name).items():
+                expected = None if parameter.grad is None else self.ranks.local_shard(name, parameter.grad, *place)
+                found_sum = torch.stack(gradients).sum(0) if gradients else None
+                yield _difference(expected, found_sum), f"the gradient of {name}"
 
-    def _gradients(self, name: str) -> Iterator[tuple[Tensor | None, tuple[int, int]]]:
-        """Yields each shard's gradient, summed over the ranks with that shard, and the shard's coordinates."""
-        replicas: dict[tuple[int, int], list[Tensor]] = {}
+    def _gradients(self, name: str) -> dict[tuple[int, int], list[Tensor]]:
+        """Returns the gradients of a parameter on all ranks, by the coordinates of their shard."""
+        found: dict[tuple[int, int], list[Tensor]] = {}
         for tensor_rank, modules in enumerate(self.ranks.modules):
             for rank, local in enumerate(modules):
                 gradient = local.get_parameter(name).grad
-                coordinates = (
-                    tensor_rank * (name in self.ranks.width.placements),
-                    rank * (name in self.ranks.placements),
-                )
-                replicas.setdefault(coordinates, []).extend([] if gradient is None else [gradient])
-        for coordinates, gradients in replicas.items():
-            yield torch.stack(gradients).sum(0) if gradients else None, coordinates
+                is_sharded = name in self.ranks.width.placements, name in self.ranks.placements
+                same_shard = found.setdefault((tensor_rank * is_sharded[0], rank * is_sharded[1]), [])
+                same_shard += [] if gradient is None else [gradient]
+        return found
 
     def _run(self, forward: Callable[..., Any], call: Call, modules: list[nn.Module]) -> dict[str, list[Tensor | None]]:
         """Returns outputs, gradients of the arguments, and what the call leaves in arguments and buffers of modules.
@@ -167,17 +143,9 @@ class _Comparison:
         for module in (self.full, *self.modules):
             for buffer, value in zip(module.buffers(), self.buffers, strict=True):
                 store.move(buffer, value.clone())
-        leaves, spec = flatten(call)
-        inputs = [leaf.detach().to(self.dtype).requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
-        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
-        args, kwargs = unflatten(given, spec)
-        exact = DeterministicMode(self.dtype)
-        before, self.adapter.again = self.adapter.again, exact.redrawn_afterwards()  # which is a decorator too
-        try:
-            with exact:
-                out = [leaf for leaf in flatten(forward(*args, **kwargs))[0] if is_float(leaf)]
-        finally:
-            self.adapter.again = before
+        inputs, given, (args, kwargs) = prepared(call, lambda leaf: leaf.detach().to(self.dtype).requires_grad_())
+        with comparable(self.adapter, self.dtype):
+            out = [leaf for leaf in flatten(forward(*args, **kwargs))[0] if is_float(leaf)]
         generator = torch.Generator().manual_seed(2)
         weights = [torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator) for leaf in out]
         total = sum((leaf * weight).sum() for leaf, weight in zip(out, weights, strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
+from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.predict.hardware import processor_name
 from lightning_hybrid.predict.options import LAYOUT_OPTIONS

@@ -6,20 +6,24 @@ other ranks: a result that depends on these is another one than that of the full
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
+from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
+from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, is_float
+from lightning_hybrid.experts.parallel.width import UNSHARDED, WidthSharding
 from lightning_hybrid.params.placement import shard_tensor
+from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 
 class ExpertRanks:
-    """A full module, and modules with the shards of each rank.
+    """A full module, whose parameters may be fake tensors, and modules with the shards of each rank.
 
     Attributes:
         full: The full module.
@@ -33,25 +37,19 @@ class ExpertRanks:
         full: nn.Module,
         adapter: ExpertsAdapter,
         size: int,
-        width: WidthSharding | None,
+        width: WidthSharding = UNSHARDED,
         *,
         computes_ends_only: bool = False,
     ) -> None:
-        """Makes the shards of a full module, whose parameters may be fake tensors; it is not changed.
+        """Makes the shards; with ``size`` 1 the module's own code runs.
 
-        Args:
-            full: The full module.
-            adapter: Its adapter.
-            size: Number of expert-parallel ranks; with 1 the module's own code runs.
-            width: Sharding of each expert over tensor ranks, if any.
-            computes_ends_only: Whether the first and the last rank compute, and results of others have no values.
+        With ``computes_ends_only`` the first and the last rank compute, and results of others have no values.
         """
         self._computes_ends_only = computes_ends_only
-        self.full, self._adapter, self.size = full, adapter, size
-        self.width = WidthSharding(1, 0, {}) if width is None else width
+        self.full, self._adapter, self.size, self.width = full, adapter, size, width
         self.placements = adapter.placements(full, size) if size > 1 else {}
         self.modules = [
-            [self._local_copy(tensor_rank, rank) for rank in range(size)] for tensor_rank in range(self.width.size)
+            [self._local_copy(tensor_rank, rank) for rank in range(size)] for tensor_rank in range(width.size)
         ]
 
     def _local_copy(self, tensor_rank: int, rank: int) -> nn.Module:
@@ -68,15 +66,13 @@ class ExpertRanks:
         return shard_tensor(tensor, self.placements[name], rank, self.size) if name in self.placements else tensor
 
     def call(self, rank: int, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of a call on one expert-parallel rank."""
+        """Returns the result of a call on one expert-parallel rank: the sum of those of its tensor ranks."""
         tensor_ranks = [each for each in range(self.width.size) if self._is_computed(each, self.width.size)]
-        outs = [self._partial_output(tensor_rank, rank, args, kwargs) for tensor_rank in tensor_ranks]
+        outs = [self._addend(tensor_rank, rank, args, kwargs) for tensor_rank in tensor_ranks]
         return outs[0] if len(outs) == 1 else torch.stack(outs).sum(0)
 
-    def _partial_output(self, tensor_rank: int, rank: int, args: Any, kwargs: Any) -> Any:
-        """Runs a call on one tensor rank of one expert-parallel rank; returns its addend of the output."""
-        module = self.modules[tensor_rank][rank]
-        forward = partial(self._local_forward, tensor_rank, rank)
+    def _addend(self, tensor_rank: int, rank: int, args: Any, kwargs: Any) -> Any:
+        module, forward = self.modules[tensor_rank][rank], partial(self._local_forward, tensor_rank, rank)
         if self.size == 1:
             return forward(*args, **kwargs)
         return self._adapter.run(module, forward, args, kwargs, partial(self._exchange, tensor_rank))
@@ -112,3 +108,33 @@ class ExpertRanks:
         mixed = [part for piece in pieces if len(piece[1]) for part in piece] or [rows]
         out = self._adapter.compute(module, forward, torch.cat(mixed), numbers, 0)
         return torch.cat([part[1:-1] if len(part) else part for part in out.split(numbers)])
+
+
+@contextlib.contextmanager
+def comparable(adapter: ExpertsAdapter, dtype: torch.dtype) -> Iterator[None]:
+    """Makes runs inside agree to the last digits: one dtype, no dropout, equal draws where code runs again."""
+    exact = DeterministicMode(dtype)
+    before, adapter.again = adapter.again, exact.redrawn_afterwards()  # which is a decorator too
+    try:
+        with exact:
+            yield
+    finally:
+        adapter.again = before
+
+
+def prepared(call: Call, prepare: Callable[[Tensor], Tensor]) -> tuple[list[Any], list[Any], Call]:
+    """Prepares floating tensors, of any shapes, of a call; returns its leaves, clones, and the call of these clones."""
+    leaves, spec = flatten(call)
+    inputs = [prepare(leaf) if is_float(leaf) else leaf for leaf in leaves]
+    given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
+    cloned: Call = unflatten(given, spec)
+    return inputs, given, cloned
+
+
+def examples(
+    adapter: ExpertsAdapter, call: Call, size: int, most: int, generator: torch.Generator
+) -> Iterator[tuple[int, Call]]:
+    """Yields the first ranks and the last one, of two at least, each with a small call that has tokens of its own."""
+    size = max(2, size)
+    for rank in (*range(min(size - 1, most)), size - 1):
+        yield rank, adapter.example(call, rank, size, generator)

@@ -6,6 +6,7 @@ weights, builds optimizers, or passes the module to its strategy, so that all of
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 import functools
@@ -85,7 +86,7 @@ class MoEUpcycle(Callback):
             "router_std": router_std,
         }
         self.layers: list[str] = []
-        self._unwrap: Callable[[], None] = _nothing
+        self._undo = contextlib.ExitStack()
 
     @property
     def _adds_loss(self) -> bool:
@@ -203,16 +204,16 @@ class MoEUpcycle(Callback):
                 "MoEUpcycle adds the balance loss to what training_step returns, which manual optimization does not"
                 " use; set balance_loss=0 and z_loss=0, or use automatic optimization"
             )
-        self._unwrap()
-        self._unwrap = around_method(pl_module, "training_step", _add_losses, reason="adds balance losses")
+        self._undo.close()
+        self._undo.callback(around_method(pl_module, "training_step", _add_losses, reason="adds balance losses"))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unwraps the module's `training_step`."""
-        self._unwrap()
+        self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Unwraps the module's `training_step`."""
-        self._unwrap()
+        self._undo.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the names of the upcycled layers, so that Lightning warns if resumed without this callback."""
@@ -229,10 +230,6 @@ class MoEUpcycle(Callback):
                 f"MoEUpcycle: the checkpoint has experts at {', '.join(state_dict['layers'])}, and the module at"
                 f" {', '.join(self.layers)}; use the pattern and every= of the run that saved it"
             )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _matches(name: str, pattern: str) -> bool:

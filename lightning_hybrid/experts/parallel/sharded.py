@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
+from lightning_hybrid.experts.parallel.adapters import ExpertsAdapter
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
-from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
 from lightning_hybrid.params import store
 from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.params.guards import GatherCallbacks, OutsideLayerGuard, ReadGuards, below_read_guards
@@ -37,14 +37,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 def placements_of(
     root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int, shardings: Sequence[AxisSharding] = ()
 ) -> dict[str, Shard]:
-    """Returns how the parameters of experts are sharded, by FQN in the root.
-
-    Args:
-        root: The user's module, with full parameters.
-        adapters: Adapters by FQN of the module with experts.
-        size: Number of ranks.
-        shardings: Shardings that are applied before.
-    """
+    """Returns how the full parameters of experts are sharded, by FQN in the root, after other shardings."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     placements = {}
     for fqn, adapter in adapters.items():

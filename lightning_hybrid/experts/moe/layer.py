@@ -7,16 +7,16 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.assign_expert_rows import (
+from lightning_hybrid.experts.moe.dispatch import (
     Dispatch,
     DropBy,
+    combine,
     dispatch_all_pairs,
     dispatch_expert_choice,
     dispatch_with_capacity,
+    gather_rows,
 )
-from lightning_hybrid.experts.moe.gather_and_combine_expert_rows import combine, gather_rows
-from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
-from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
+from lightning_hybrid.experts.moe.grouped import ACTIVATIONS, GroupedExperts
 from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, Score, TopKRouter, capacity
 
 RouterKind: TypeAlias = Literal["token_choice", "expert_choice"]

@@ -22,26 +22,19 @@ AXES = ("data", "context", "tensor", "pipeline")
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step of the selected ranks, which are lanes numbered from 0.
+    """A step of the selected ranks, which are lanes numbered from 0."""
 
-    Attributes:
-        timeline: The actions of the lanes.
-        memory: The memory in use of the lanes; empty if it was not sampled.
-        columns: By heading ("rank", and the axes with several ranks), the number of each lane.
-        group_size: Lanes of one pipeline, which are neighbours.
-        portals: Which stages send messages to which; None without stages.
-        bubbles: The mean bubble of the pipelines, and the mean one by their schedule; None without full pipelines.
-        seconds: The longest pipeline, measured and by its schedule, without the optimizer's step; None as above.
-        inputs: When each lane began to wait for its batch, and when it had it; None for lanes that did not record it.
-    """
-
-    timeline: Timeline
-    memory: tuple[MemorySample, ...]
+    timeline: Timeline  # the actions of the lanes
+    memory: tuple[MemorySample, ...]  # the memory in use of the lanes; empty if it was not sampled
+    # by heading ("rank", and the axes with several ranks), the number of each lane
     columns: Mapping[str, Sequence[int]]
-    group_size: int
-    portals: Portals | None = None
+    group_size: int  # lanes of one pipeline, which are neighbours
+    portals: Portals | None = None  # which stages send messages to which; None without stages
+    # the mean bubble of the pipelines, and the mean one by their schedule; None without full pipelines
     bubbles: tuple[float, float] | None = None
+    # the longest pipeline, measured and by its schedule, without the optimizer's step; None as above
     seconds: tuple[float, float] | None = None
+    # when each lane began to wait for its batch, and when it had it; None for lanes that did not record it
     inputs: tuple[tuple[float, float] | None, ...] = ()
 
 

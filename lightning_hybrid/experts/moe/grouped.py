@@ -1,4 +1,4 @@
-"""Grouped matrix products of expert MLPs, each on its own rows, as two custom operators of torch.
+"""Grouped experts: MLPs of one shape with stacked weights, each on its own rows, as two custom operators of torch.
 
 One operator computes the forward, one the backward; each loops over the experts and writes every matrix product into
 its slice of one buffer (``out=``): nothing is concatenated, filled with zeros, or added up. The hidden features of an
@@ -11,12 +11,13 @@ data, while the shapes of all results do not depend on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 _Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _aten: Any = torch.ops.aten
@@ -308,3 +309,88 @@ def _composed(
             after = function(before)
         pieces.append(F.linear(after, down[expert], None if down_bias is None else down_bias[expert]))
     return torch.cat(pieces)
+
+
+class GroupedExperts(nn.Module):
+    """E MLPs, ``down(activation(up(x)))``; gated (SwiGLU: Shazeer 2020) ``down(activation(u) * v)`` with u, v = up(x).
+
+    Attributes:
+        up: [E, H, D]; gated [E, 2H, D]: first u, then v. Each expert's slice is a weight of ``nn.Linear``.
+        down: [E, D, H].
+        up_bias: [E, H or 2H], or None.
+        down_bias: [E, D], or None.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden_dim: int,
+        *,
+        gated: bool = True,
+        activation: str = "silu",
+        bias: bool = False,
+    ) -> None:
+        """Creates the experts.
+
+        Args:
+            num_experts: E.
+            dim: D, features of rows and results.
+            hidden_dim: H, features between the two products of an expert.
+            gated: Multiply the activation by a second product.
+            activation: "silu", "gelu", "gelu_tanh" or "relu".
+            bias: Add a bias to both products.
+
+        Raises:
+            ValueError: A size is not positive, or the activation unknown.
+        """
+        super().__init__()
+        sizes = {"num_experts": num_experts, "dim": dim, "hidden_dim": hidden_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size}; it must be at least 1")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}; use one of {', '.join(map(repr, ACTIVATIONS))}")
+        self.num_experts, self.dim, self.hidden_dim = num_experts, dim, hidden_dim
+        self.gated, self.activation = gated, activation
+        between = (2 if gated else 1) * hidden_dim
+        self.up = nn.Parameter(torch.empty(num_experts, between, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.up_bias = nn.Parameter(torch.empty(num_experts, between)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, dim)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initializes weights as ``nn.Linear`` does."""
+        for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
+            bound = 1 / math.sqrt(weight.shape[2])
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Applies each expert to its rows.
+
+        Args:
+            rows: Of shape [P, D], sorted by expert.
+            counts: Integers of shape [E]: rows of each expert, P in all.
+
+        Returns:
+            The results, of shape [P, D], in the dtype of autocast if that is on.
+
+        Raises:
+            ValueError: The counts do not sum to P.
+        """
+        inputs: list[Any] = [rows, self.up, self.up_bias, self.down, self.down_bias]
+        if torch.is_autocast_enabled(rows.device.type):
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            inputs = [None if tensor is None else tensor.to(dtype) for tensor in inputs]
+        rows, up, up_bias, down, down_bias = inputs
+        return grouped_mlp(rows, counts, up, up_bias, down, down_bias, activation=self.activation, gated=self.gated)
+
+    def extra_repr(self) -> str:
+        """Returns the sizes, for ``print(module)``."""
+        return (
+            f"num_experts={self.num_experts}, dim={self.dim}, hidden_dim={self.hidden_dim}, gated={self.gated},"
+            f" activation={self.activation!r}, bias={self.up_bias is not None}"
+        )

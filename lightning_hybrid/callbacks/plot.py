@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_hybrid.callbacks.monitors.series import Series
-from lightning_hybrid.callbacks.pictures import log_picture, plot_path
+from lightning_hybrid.callbacks import pictures
+from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Series
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
-_INK, _MUTED, _LOSS, _RATE = "#222222", "#777777", "#4c78a8", "#54a24b"
 _ON_DEVICE = 64  # losses that are copied to the host together: each copy waits for a GPU
-_BLUE, _ORANGE, _GREEN, _RED = "#4c78a8", "#f58518", "#54a24b", "#e45756"
-_PURPLE, _GREY, _INK = "#b279a2", "#b8b0ac", "#222222"
 _FEW_POINTS = 20  # up to so many are marked
 _FLOPS = tuple(f"{prefix}FLOP/s" for prefix in ("", "k", "M", "G", "T", "P"))
 _SENT = tuple(f"{unit} sent per step" for unit in ("B", "KiB", "MiB", "GiB", "TiB"))
@@ -47,38 +45,42 @@ class RunPlot(Callback):
     """
 
     def __init__(self, path: str | Path = "run.png") -> None:
-        self.path = plot_path(path, "run.png")
+        self.path = pictures.plot_path(path, "run.png")
+        self._forget()
+
+    def _forget(self) -> None:
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.rates: list[float] = []
         self._on_device: list[Tensor] = []
-        self._last: float | None = None
+        self._last = math.nan  # time of the end of a batch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets an earlier run."""
-        self.steps, self.losses, self.rates, self._on_device, self._last = [], [], [], [], None
+        self._forget()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the loss and the time of a batch."""
-        now, size, found = perf_counter(), None, None  # each rank has a value for each batch, which are reduced
+        now, size = perf_counter(), math.nan
+        found = torch.full((), math.nan, device=pl_module.device)  # each rank has a value for each batch
         with only_informs("RunPlot"):
-            size = batch_size_of(batch)
-        seconds = None if self._last is None else now - self._last
+            size = batch_size_of(batch) or math.nan
+        self.rates.append(size / (now - self._last))
         self._last = now
-        self.rates.append(float("nan") if seconds is None or size is None else size / seconds)
         self.steps.append(trainer.global_step)
         with only_informs("RunPlot"):
             loss = find_loss(outputs)
-            found = loss.detach().float().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
-        self._on_device.append(torch.full((), float("nan"), device=pl_module.device) if found is None else found)
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                found = loss.detach().float().reshape(())
+        self._on_device.append(found)
         if len(self._on_device) >= _ON_DEVICE:
             self._to_host()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves out the time of validation."""
-        self._last = None
+        self._last = math.nan
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plots; collective over the replicas."""
@@ -94,8 +96,9 @@ class RunPlot(Callback):
 
     @only_informs("RunPlot")
     def _plot(self, trainer: Trainer) -> None:
-        figure = self._draw(logged_panels(trainer.callbacks))  # type: ignore[attr-defined]
-        log_picture(trainer.loggers, "run", lambda: figure, trainer.global_step)
+        panels = logged_panels(trainer.callbacks)  # type: ignore[attr-defined]
+        step, instead = trainer.global_step, "remove RunPlot"
+        pictures.show_plot(lambda: self._draw(panels), self.path, trainer.loggers, "run", step, instead=instead)
         rank_zero_info(f"loss and throughput of the run are drawn in {self.path}")
 
     def _to_host(self) -> None:
@@ -104,16 +107,14 @@ class RunPlot(Callback):
             self._on_device = []
 
     def _draw(self, panels: Sequence[tuple[Panel, Series]] = ()) -> Any:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(f"{self.path} needs matplotlib; pip install matplotlib, or remove RunPlot") from error
+        from matplotlib.figure import Figure
+
         size, heights = (9.5, 5.5 + 1.9 * len(panels)), (3, 2, *[2] * len(panels))
         figure = Figure(figsize=size, dpi=150, layout="constrained")
         upper, lower, *others = figure.subplots(2 + len(panels), 1, sharex=True, height_ratios=heights)
         for axes, name, values, colour in (
-            (upper, "loss", self.losses, _LOSS),
-            (lower, "samples/s", self.rates, _RATE),
+            (upper, "loss", self.losses, BLUE),
+            (lower, "samples/s", self.rates, GREEN),
         ):
             smooth = _smoothed(values)
             axes.plot(self.steps, values, color=colour, linewidth=0.8, alpha=0.35)
@@ -121,19 +122,15 @@ class RunPlot(Callback):
             if smooth[-1] == smooth[-1]:  # no NaN
                 end = self.steps[-1], smooth[-1]
                 axes.annotate(f"{end[1]:.4g}", end, (6, 0), textcoords="offset points", va="center", size=9)
-            axes.set_ylabel(name, color=_INK)
+            axes.set_ylabel(name, color=INK)
         lower.set_ylim(bottom=0)
         for axes, (panel, series) in zip(others, panels, strict=True):
             draw_panel(axes, panel, series)
         for axes in figure.axes:
-            axes.grid(axis="y", color="#e4e4e0", linewidth=0.6)
-            axes.tick_params(which="both", length=0, labelsize=9, labelcolor=_MUTED)
-            axes.spines[["top", "right", "left"]].set_visible(False)
+            pictures.tidy(axes)
             axes.yaxis.set_label_coords(-0.08, 0.5)
         means = "the thick lines of the loss and of samples/s are means over the latest batches"
-        figure.axes[-1].set_xlabel(f"optimizer step; {means}", color=_MUTED)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(self.path)
+        figure.axes[-1].set_xlabel(f"optimizer step; {means}", color=pictures.MUTED)
         return figure
 
 
@@ -143,7 +140,7 @@ def _smoothed(values: list[float]) -> list[float]:
     means = []
     for end in range(1, len(values) + 1):
         valid = [value for value in values[max(0, end - window) : end] if value == value]
-        means.append(sum(valid) / len(valid) if valid else float("nan"))
+        means.append(sum(valid) / len(valid) if valid else math.nan)
     return means
 
 
@@ -172,41 +169,41 @@ class Panel:
 
 
 PANELS = (
-    Panel(["tokens/s"], {"train/items_per_sec": ("tokens of all replicas", _GREEN)}),
-    Panel(_FLOPS, {"train/device/flops_per_sec": ("of a device", _PURPLE)}),
+    Panel(["tokens/s"], {"train/items_per_sec": ("tokens of all replicas", GREEN)}),
+    Panel(_FLOPS, {"train/device/flops_per_sec": ("of a device", PURPLE)}),
     Panel(
         ["%"],
-        {"train/device/mfu": ("MFU", _PURPLE), "train/input_wait_share": ("time that waits for input", _RED)},
+        {"train/device/mfu": ("MFU", PURPLE), "train/input_wait_share": ("time that waits for input", RED)},
         scale=100.0,
     ),
     Panel(
         _SENT,
         {
-            "train/sent_bytes/data": ("data", _BLUE),
-            "train/sent_bytes/context": ("context", _GREY),
-            "train/sent_bytes/tensor": ("tensor", _ORANGE),
-            "train/sent_bytes/pipeline": ("pipeline", _GREEN),
-            "train/sent_bytes/experts": ("experts", _PURPLE),
-            "train/sent_bytes/several": ("several axes", _INK),
+            "train/sent_bytes/data": ("data", BLUE),
+            "train/sent_bytes/context": ("context", GREY),
+            "train/sent_bytes/tensor": ("tensor", ORANGE),
+            "train/sent_bytes/pipeline": ("pipeline", GREEN),
+            "train/sent_bytes/experts": ("experts", PURPLE),
+            "train/sent_bytes/several": ("several axes", INK),
         },
         base=1024,
     ),
     Panel(
         _MEMORY,
         {
-            "memory/peak": ("peak", _INK),
-            "memory/predicted_peak": ("predicted peak", _RED),
-            "memory/parameters": ("parameters", _BLUE),
-            "memory/gradients": ("gradients", _ORANGE),
-            "memory/optimizer_states": ("optimizer states", _GREEN),
-            "memory/rest": ("rest", _GREY),
+            "memory/peak": ("peak", INK),
+            "memory/predicted_peak": ("predicted peak", RED),
+            "memory/parameters": ("parameters", BLUE),
+            "memory/gradients": ("gradients", ORANGE),
+            "memory/optimizer_states": ("optimizer states", GREEN),
+            "memory/rest": ("rest", GREY),
         },
         base=1024,
     ),
-    Panel(["samples"], {"goodput/noise_scale": ("gradient noise scale", _BLUE)}, is_logarithmic=True),
+    Panel(["samples"], {"goodput/noise_scale": ("gradient noise scale", BLUE)}, is_logarithmic=True),
     Panel(
         ["samples/s"],
-        {"goodput/samples_per_sec": ("throughput", _GREY), "goodput/goodput": ("goodput", _GREEN)},
+        {"goodput/samples_per_sec": ("throughput", GREY), "goodput/goodput": ("goodput", GREEN)},
     ),
 )
 
@@ -224,7 +221,7 @@ def logged_panels(callbacks: Iterable[Any]) -> list[tuple[Panel, Series]]:
 def draw_panel(axes: Any, panel: Panel, logged: Series) -> None:
     """Draw the series of a panel on matplotlib axes, with a legend, and marks where they have few points."""
     most = max(value for points in logged.values() for _, value in points)
-    index = max(number for number in range(len(panel.units)) if number == 0 or most >= panel.base**number)
+    index = pictures.unit_index(panel.units, most, panel.base)
     scale = panel.scale / panel.base**index
     for name, points in logged.items():
         label, colour = panel.series[name]
@@ -236,5 +233,5 @@ def draw_panel(axes: Any, panel: Panel, logged: Series) -> None:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.set_ylabel(panel.units[index], color=_INK)
+    axes.set_ylabel(panel.units[index], color=INK)
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="best")
