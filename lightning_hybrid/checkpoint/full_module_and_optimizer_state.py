@@ -19,8 +19,7 @@ from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import temporary_hook
-from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
 from lightning_hybrid.step.standins.absent_tensors import is_absent

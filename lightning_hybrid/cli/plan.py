@@ -34,7 +34,7 @@ from lightning_hybrid.planner.report.planned_run import PlannedRun, explained_la
 from lightning_hybrid.planner.search.layout_options import check_options, fixed_fields, layout_from_options
 from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES, Plan
 from lightning_hybrid.planner.search.search_layouts import check_cluster, cluster_of, predict_plan, search_layouts
-from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, load_measured_costs
+from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, load_measured_costs
 
 if TYPE_CHECKING:
     from lightning_hybrid.planner.costs.layer_costs import ModelCosts

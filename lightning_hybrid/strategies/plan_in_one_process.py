@@ -33,7 +33,7 @@ from lightning_hybrid.strategies.description.stage_memory import (
     without_techniques,
 )
 from lightning_hybrid.strategies.description.start_table import describe_run, describe_techniques
-from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
+from lightning_hybrid.strategies.execution.lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 from lightning_hybrid.strategies.logs.phases import phase, phases_reported_to
 from lightning_hybrid.strategies.run.build import compile_layers, recompute_without_runner

@@ -19,8 +19,8 @@ from lightning_hybrid.planner.predictions import PredictedTime
 from lightning_hybrid.planner.search.layout_options import layout_from_options, spelled
 from lightning_hybrid.planner.search.search_layouts import cluster_of
 from lightning_hybrid.planner.time.predict_time import predict_time
-from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
-from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, load_measured_costs
+from lightning_hybrid.schedule.measured.lost_time import TimeByCause
+from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, load_measured_costs
 from lightning_hybrid.text import counted, sized, timed
 
 FIRST_STEPS = 3  # of a run, which are slower than the others: lazy states, caches, compilation

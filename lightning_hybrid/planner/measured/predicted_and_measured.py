@@ -6,7 +6,7 @@ from lightning_hybrid.planner.measured.correct_by_run import measured_layout, me
 from lightning_hybrid.planner.measured.correction import COMMUNICATION, OPTIMIZER
 from lightning_hybrid.planner.search.layout_options import spelled
 from lightning_hybrid.planner.search.plans_and_rejections import Plan
-from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts
+from lightning_hybrid.schedule.measured.seconds import MeasuredCosts
 from lightning_hybrid.text import columns, sized, timed
 
 

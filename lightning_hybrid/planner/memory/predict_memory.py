@@ -21,8 +21,8 @@ from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.memory.memory_constants import CONSTANTS, MemoryConstants
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedMemory
+from lightning_hybrid.schedule.actions import Action, Kind
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule
-from lightning_hybrid.schedule.schedule_and_actions import Action, Kind
 
 Stage = Sequence[tuple[LayerCosts, int]]
 _V_WARM_UP = {"zero_bubble_v": 0, "dualpipe_v": 1}  # microbatches of a rank's first stage beyond those of ZB-V

@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_hybrid.schedule.actions import Kind, chain
 from lightning_hybrid.schedule.generators import make_schedule
-from lightning_hybrid.schedule.linked_stages_and_messages import chain
-from lightning_hybrid.schedule.schedule_and_actions import Kind
 from lightning_hybrid.schedule.simulator import prerequisites, replay
 
 _PARTS = {Kind.F: 0, Kind.I: 1, Kind.W: 2, Kind.B: 3, Kind.REDUCE: 4}

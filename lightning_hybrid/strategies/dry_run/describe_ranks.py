@@ -11,7 +11,7 @@ from typing import Any
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
 from lightning_hybrid.parts.shard_boxes import shard_of
-from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
+from lightning_hybrid.schedule.in_flight import in_flight_at_peak
 from lightning_hybrid.schedule.program import Program
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.description.stage_memory import memory_of_ranks, memory_of_stages

@@ -27,7 +27,7 @@ from lightning_hybrid.strategies.world.callbacks import FullAtTrainEnd, around_v
 
 if TYPE_CHECKING:
     from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
     from lightning_hybrid.strategies.run.partition import ModulePartition
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 
@@ -162,7 +162,7 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
     assert plan is not None
     if not (plan.is_partitioned and setting.shards_module):
         return run
-    from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import drop_remote_parameters
+    from lightning_hybrid.pipeline.stages.plan import drop_remote_parameters
 
     drop_remote_parameters(plan)
     owner.state.shard(run.parts)
@@ -177,7 +177,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
     from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
     from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import skip_absent_parameters
-    from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners
+    from lightning_hybrid.pipeline.stages.plan import buffer_owners
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads, summarize_full_parameters
     from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import wrap_loaders
     from lightning_hybrid.strategies.user_code.wrap_hooks_in_parameter_reads import wrap_user_hooks

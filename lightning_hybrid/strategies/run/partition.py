@@ -12,10 +12,9 @@ from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
-from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.staged import StepRunner
+from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.strategies.logs.phases import phase

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 if TYPE_CHECKING:
-    from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
+    from lightning_hybrid.pipeline.stages.plan import TraceVariant
 
 
 class LayerReads:

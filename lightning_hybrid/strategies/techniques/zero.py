@@ -27,7 +27,7 @@ from lightning_hybrid.techniques.technique import Active, Footprint, Messages, O
 if TYPE_CHECKING:
     from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
     from lightning_hybrid.optimizers.state_file import Region
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
     from lightning_hybrid.zero.sharding import Stage
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.

@@ -28,7 +28,7 @@ from lightning_hybrid.errors import StepError
 from lightning_hybrid.full_params.gather_parameters_per_op_mode import OWN_PROPERTIES, GatheredParameters
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import IDENTITY
 from lightning_hybrid.patching import around
-from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
+from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_METHODS,

@@ -22,7 +22,7 @@ from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import PlanLayout
 from lightning_hybrid.planner.search.search_layouts import predict_plan
-from lightning_hybrid.schedule.measured.measured_costs_file import load_measured_costs
+from lightning_hybrid.schedule.measured.seconds import load_measured_costs
 from lightning_hybrid.text import timed
 from models.command_line_classes import Stack
 

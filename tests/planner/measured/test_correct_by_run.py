@@ -15,9 +15,8 @@ from lightning_hybrid.planner.measured.predicted_and_measured import compared_li
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedMemory, PredictedTime
 from lightning_hybrid.planner.search.search_layouts import predict_plan, search_layouts
-from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
-from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, save_measured_costs
-from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds
+from lightning_hybrid.schedule.measured.lost_time import TimeByCause
+from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, StageSeconds, save_measured_costs
 
 A100 = load_hardware("a100-80")
 FORMAT = FORMATS["bf16-mixed"]
