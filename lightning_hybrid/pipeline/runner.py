@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.gather_on_read import ReadGuards
+from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.runtime.program import ActionRecorder
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
