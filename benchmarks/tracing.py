@@ -29,8 +29,8 @@ from side_by_side import quartiles, verdict
 from small_gpt import SmallGPT, batch_of
 from torch import Tensor
 
-from lightning_hybrid.pipeline.stages import record_and_partition_step as planning
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.stages import recording as planning
+from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 
 WIDTH, LENGTH = 64, 32

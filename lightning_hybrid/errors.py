@@ -248,3 +248,21 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def add_error_note(error: BaseException, text: str) -> None:
+    """Add a note to an error; before Python 3.11 it is stored but not printed.
+
+    Args:
+        error: The error that propagates.
+        text: One line.
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        vars(error)["__notes__"] = [*error_notes_of(error), text]
+
+
+def error_notes_of(error: BaseException) -> list[str]:
+    """The notes of an error, oldest first."""
+    return list(getattr(error, "__notes__", ()))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.schedule import Kind, MemorySample, Portals, Span, Timeline
-from lightning_hybrid.schedule.measured.lost_time_by_cause import measured_schedule
+from lightning_hybrid.schedule.measured.lost_time import measured_schedule
 from lightning_hybrid.schedule.simulator import without_losses, without_waits
 from lightning_hybrid.soft_failures import only_informs
 

@@ -39,7 +39,7 @@ from lightning_hybrid.predict.options import check_options, fixed_fields, layout
 from lightning_hybrid.predict.plans import OBJECTIVES, Plan
 from lightning_hybrid.predict.report import PlannedRun, explained_layout, plans_table
 from lightning_hybrid.predict.search import check_cluster, cluster_of, predict_plan, search_layouts
-from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, load_measured_costs
+from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, load_measured_costs
 
 if TYPE_CHECKING:
     from lightning_hybrid.predict.costs.layers import ModelCosts

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_hybrid.cli.command import OK, UsageError, add_command, check_counts, print_json, usage_errors, write_text
 from lightning_hybrid.schedule import SCHEDULE_NAMES, StageCosts, chain, make_schedule, simulate, to_svg, to_text
-from lightning_hybrid.schedule.microbatches_in_flight import most_in_flight
+from lightning_hybrid.schedule.in_flight import most_in_flight
 
 _EXAMPLE = """example:
   lightning-hybrid schedule zero_bubble --ranks 4 --microbatches 8

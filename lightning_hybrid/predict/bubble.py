@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lightning_hybrid.schedule.actions import Kind, chain
 from lightning_hybrid.schedule.generators import make_schedule
-from lightning_hybrid.schedule.linked_stages_and_messages import chain
-from lightning_hybrid.schedule.schedule_and_actions import Kind
 from lightning_hybrid.schedule.simulator import prerequisites, replay
 
 _MOST_RANKS, _MOST_ROUNDS = 8, 3  # of a simulation; a round is one microbatch for each rank

@@ -18,8 +18,8 @@ from lightning_hybrid.predict.options import layout_from_options, spelled
 from lightning_hybrid.predict.plans import Plan, PredictedTime
 from lightning_hybrid.predict.search import cluster_of
 from lightning_hybrid.predict.time import predict_time
-from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
-from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, load_measured_costs
+from lightning_hybrid.schedule.measured.lost_time import TimeByCause
+from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, load_measured_costs
 from lightning_hybrid.text import columns, counted, sized, timed
 
 FIRST_STEPS = 3  # of a run, which are slower than the others: lazy states, caches, compilation

@@ -25,8 +25,8 @@ from lightning_hybrid.predict.costs.layers import (
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 from lightning_hybrid.predict.plans import PredictedMemory
+from lightning_hybrid.schedule.actions import Action, Kind
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule
-from lightning_hybrid.schedule.schedule_and_actions import Action, Kind
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 from functools import lru_cache
 
-from lightning_hybrid.schedule.schedule_and_actions import (
+from lightning_hybrid.schedule.actions import (
     Action,
     Kind,
     Placement,
@@ -21,9 +21,8 @@ from lightning_hybrid.schedule.schedule_and_actions import (
     stages_of_rank,
     with_reductions,
 )
-from lightning_hybrid.schedule.zero_bubble.list_scheduler import StageCosts
-from lightning_hybrid.schedule.zero_bubble.schedules_in_v_placement import dualpipe_v, zero_bubble_v
-from lightning_hybrid.schedule.zero_bubble.search_under_memory_limit import search_schedule
+from lightning_hybrid.schedule.search import StageCosts, search_schedule
+from lightning_hybrid.schedule.v_shape import dualpipe_v, zero_bubble_v
 
 
 def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:

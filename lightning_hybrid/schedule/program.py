@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from lightning_hybrid.schedule.linked_stages_and_messages import Message, Portals, made_by, needed_by
-from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
+from lightning_hybrid.schedule.actions import Action, Kind, Message, Portals, Schedule, made_by, needed_by
 from lightning_hybrid.schedule.simulator import Span, simulate
 
 

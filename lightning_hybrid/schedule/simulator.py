@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hybrid.errors import ScheduleError
-from lightning_hybrid.schedule.linked_stages_and_messages import Portals, needed_by
-from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
+from lightning_hybrid.schedule.actions import Action, Kind, Portals, Schedule, needed_by
 
 
 class Span(NamedTuple):

@@ -29,7 +29,7 @@ from lightning_hybrid.step.recording.choose_units import num_elements
 from lightning_hybrid.step.standins.attention_heads import AttentionHeads
 from lightning_hybrid.strategies.description.recording import record_in_one_stage
 from lightning_hybrid.strategies.options.auto_sizes import frozen_names, parameter_shapes
-from lightning_hybrid.strategies.out_of_memory.double_microbatches import batch_norms_in_training
+from lightning_hybrid.strategies.out_of_memory.fit import batch_norms_in_training
 from lightning_hybrid.strategies.planning import PlanRequest, RunPlan, make_plan
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.tensor import TensorParallel

@@ -37,7 +37,7 @@ from lightning_hybrid.step.standins.absent_tensors import drop
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages, without_techniques
 from lightning_hybrid.strategies.description.recording import record_in_one_stage
 from lightning_hybrid.strategies.description.table import describe_run, describe_techniques
-from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
+from lightning_hybrid.strategies.execution.lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 from lightning_hybrid.strategies.logs.phases import phase, phases_reported_to
 from lightning_hybrid.strategies.run.build import decide_without_runner

@@ -10,7 +10,7 @@ UNUSED = (
     "params.reads",
     "predict.search",
     "predict.time",
-    "pipeline.pipeline_step_runner",
+    "pipeline.staged",
     "step.recording.record_step",
 )
 

@@ -22,7 +22,7 @@ FAIL = {
     f"{DESCRIPTION}table.memory_of_stages": "the estimated memory",
     f"{DESCRIPTION}monitors._flops_per_sample": "the FLOPs of a step",
     f"{DESCRIPTION}monitors.memory_of_stages": "the estimated memory of a rank",
-    "lightning_hybrid.strategies.execution.measure_first_activations.bytes_saved_behind": "the measured size",
+    "lightning_hybrid.strategies.execution.steps.bytes_saved_behind": "the measured size",
     f"{CALLBACKS}actions.Timeline": "the record of a step",
     f"{CALLBACKS}pictures.write_picture": "PipelineTimeline",
     f"{CALLBACKS}timeline.batch_size_of": "PipelineTimeline",

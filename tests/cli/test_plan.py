@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_hybrid.cli import main
-from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
-from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, save_measured_costs
+from lightning_hybrid.schedule.measured.lost_time import TimeByCause
+from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
 from lightning_hybrid.text import sized
 
 CLASSES = "tests/models/command_line_classes.py"

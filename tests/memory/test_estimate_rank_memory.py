@@ -21,12 +21,12 @@ from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.predict.ranks import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import make_schedule
-from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
+from lightning_hybrid.schedule.in_flight import microbatches_in_flight
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages, places_of
-from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
+from lightning_hybrid.strategies.execution.steps import FirstActivations
 from lightning_hybrid.strategies.techniques.zero import Zero
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from lightning_hybrid.predict.layout import FORMATS, PlanLayout
 from lightning_hybrid.predict.measured import compared_lines, corrected, corrected_by, measured_layout
 from lightning_hybrid.predict.plans import PredictedMemory, PredictedTime
 from lightning_hybrid.predict.search import predict_plan, search_layouts
-from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
-from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, save_measured_costs
-from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds
+from lightning_hybrid.schedule.measured.lost_time import TimeByCause
+from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, StageSeconds, save_measured_costs
 
 A100 = load_hardware("a100-80")
 FORMAT = FORMATS["bf16-mixed"]

@@ -9,7 +9,7 @@ from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.layout import FORMATS, PlanLayout
 from lightning_hybrid.predict.memory import in_flight_by_rank, predict_memory
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
-from lightning_hybrid.schedule.schedule_and_actions import Kind
+from lightning_hybrid.schedule.actions import Kind
 
 A100 = load_hardware("a100-80")
 MASTER = FORMATS["16-true, float32 master weights"]

@@ -18,8 +18,8 @@ from lightning_hybrid.schedule import (
     lower,
     simulate,
 )
+from lightning_hybrid.schedule.actions import made_by, needed_by
 from lightning_hybrid.schedule.generators import eager_1f1b, gpipe, one_f_one_b, zero_bubble
-from lightning_hybrid.schedule.linked_stages_and_messages import made_by, needed_by
 
 
 def test_lowered_program():

@@ -14,8 +14,8 @@ import pytest
 
 from harness.schedules import GENERATORS, portals_of
 from lightning_hybrid.schedule import Compute, Kind, Send, chain, lower, peer_of
+from lightning_hybrid.schedule.actions import made_by, needed_by
 from lightning_hybrid.schedule.generators import eager_1f1b, one_f_one_b, zero_bubble
-from lightning_hybrid.schedule.linked_stages_and_messages import made_by, needed_by
 
 
 class Channel:

@@ -92,13 +92,13 @@ class Grouped(Plain):
 
 
 def tied_gradient_sum_skipped(patch):
-    from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
+    from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
 
     patch.setattr(TiedParameters, "sum_gradients", lambda self: None)
 
 
 def tied_gradient_sum_doubled(patch):
-    from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
+    from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
 
     original = TiedParameters.sum_gradients
     patch.setattr(TiedParameters, "sum_gradients", lambda self: (original(self), original(self)))
@@ -160,7 +160,7 @@ def counted_twice_in_the_norm(patch):
 
 
 def parameters_replaced(patch):
-    from lightning_hybrid.pipeline.stages import drop_broadcast_parameters_and_buffers as stages
+    from lightning_hybrid.pipeline.stages import plan as stages
     from lightning_hybrid.step.standins.absent_tensors import is_absent
 
     original = stages.drop_remote_parameters
@@ -176,14 +176,14 @@ def parameters_replaced(patch):
 
 
 def a_seed_per_rank(patch):
-    from lightning_hybrid.strategies.execution import run_lifecycle as set_up
+    from lightning_hybrid.strategies.execution import lifecycle as set_up
 
     original = set_up.synchronize_start
     patch.setattr(set_up, "synchronize_start", lambda *args: original(*args) + dist.get_rank())
 
 
 def labels_of_another_microbatch(patch):
-    from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
+    from lightning_hybrid.pipeline.staged import StepRunner
 
     original = StepRunner._select_traces
 
@@ -233,7 +233,7 @@ def summed_over_replicas(patch):
 
 
 def weights_of_one_replica_drift(patch):
-    from lightning_hybrid.strategies.execution import run_lifecycle as set_up
+    from lightning_hybrid.strategies.execution import lifecycle as set_up
 
     original = set_up.synchronize_start
 
@@ -255,13 +255,13 @@ def one_shard_for_all_replicas(patch):
 
 
 def buffers_not_shared(patch):
-    from lightning_hybrid.pipeline.stages import drop_broadcast_parameters_and_buffers as stage_parameters
+    from lightning_hybrid.pipeline.stages import plan as stage_parameters
 
     patch.setattr(stage_parameters, "broadcast_buffer", lambda *_: None)
 
 
 def gradients_not_cleared(patch):
-    from lightning_hybrid.strategies.execution import step_execution as steps
+    from lightning_hybrid.strategies.execution import steps as steps
 
     original = steps.GradientHandoff
     patch.setattr(
@@ -285,7 +285,7 @@ def scheduler_stepped_twice(patch):
 
 
 def logged_twice(patch):
-    from lightning_hybrid.strategies.execution import step_execution as steps
+    from lightning_hybrid.strategies.execution import steps as steps
 
     original = steps.log_for_all
 

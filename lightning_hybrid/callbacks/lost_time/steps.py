@@ -10,8 +10,15 @@ from typing import Any
 from lightning_hybrid.callbacks.actions import MeasuredStep
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.schedule import Kind, Schedule, Timeline, chain
-from lightning_hybrid.schedule.measured.learned_seconds import MeasuredCut, learned_seconds
-from lightning_hybrid.schedule.measured.lost_time_by_cause import (
+from lightning_hybrid.schedule.measured.cuts import (
+    NOISE,
+    CutProposal,
+    MeasuredCut,
+    learned_seconds,
+    next_cuts,
+    present_cuts,
+)
+from lightning_hybrid.schedule.measured.lost_time import (
     LOSSES,
     LostTime,
     TimeByCause,
@@ -19,9 +26,7 @@ from lightning_hybrid.schedule.measured.lost_time_by_cause import (
     mean_of_pipelines,
     measured_schedule,
 )
-from lightning_hybrid.schedule.measured.next_cuts import next_cuts
-from lightning_hybrid.schedule.measured.propose_cuts import NOISE, CutProposal, present_cuts
-from lightning_hybrid.schedule.measured.stage_seconds import (
+from lightning_hybrid.schedule.measured.seconds import (
     StageSeconds,
     describe_range,
     seconds_of_stages,

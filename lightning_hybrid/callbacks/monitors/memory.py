@@ -15,8 +15,15 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.monitors.holders import Holder, PeakMeter, bytes_by_kind, find_holders
-from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, MUTED, ORANGE
-from lightning_hybrid.errors import causes_of, is_out_of_memory
+from lightning_hybrid.callbacks.pictures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    MUTED,
+    ORANGE,
+)
+from lightning_hybrid.errors import add_error_note, causes_of, is_out_of_memory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.soft_failures import only_informs

@@ -17,17 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepChanged, StepError
+from lightning_hybrid.errors import (
+    WITHOUT_STAGES,
+    ControlFlowError,
+    StepChanged,
+    StepError,
+    add_error_note,
+)
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.params.gradient_hooks import StepHooks
-from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
-from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients
-from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
-from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
+from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
+from lightning_hybrid.pipeline.runtime.program import ActionRecorder, location_of
+from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
-from lightning_hybrid.pipeline.runtime.switch_module_state_between_stages import StageModuleStates
-from lightning_hybrid.pipeline.runtime.transport import Transport
-from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
+from lightning_hybrid.pipeline.runtime.transport import ReceivedValues, Transport, value_of_broken_step
+from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics

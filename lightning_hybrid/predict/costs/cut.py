@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from lightning_hybrid.predict.costs.layers import LayerCosts, ModelCosts
 from lightning_hybrid.predict.layout import Balance, PlanLayout
+from lightning_hybrid.schedule.actions import rank_of_stage
 from lightning_hybrid.schedule.generators import placement_of
-from lightning_hybrid.schedule.schedule_and_actions import rank_of_stage
 
 
 def stages_by_rank(costs: ModelCosts, layout: PlanLayout) -> list[dict[int, list[tuple[LayerCosts, int]]]]:

@@ -25,7 +25,7 @@ from lightning_hybrid.predict.ranks import (
     message_bytes,
     working_bytes,
 )
-from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
+from lightning_hybrid.schedule.in_flight import in_flight_at_peak
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape

@@ -23,7 +23,7 @@ from lightning_hybrid.techniques.technique import Active
 
 if TYPE_CHECKING:
     from lightning_hybrid.params.reads.hooks import HookReads
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
     from lightning_hybrid.strategies.run.partition import ModulePartition
 
 
@@ -143,7 +143,7 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
     assert plan is not None
     if not (plan.is_partitioned and setting.shards_module):
         return run
-    from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import drop_remote_parameters
+    from lightning_hybrid.pipeline.stages.plan import drop_remote_parameters
 
     drop_remote_parameters(plan)
     owner.state.shard(run.parts)
@@ -161,6 +161,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.params.shards import LocalShards
     from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners
+    from lightning_hybrid.pipeline.stages.plan import buffer_owners
     from lightning_hybrid.strategies.user_code.loaders import wrap_loaders
     from lightning_hybrid.strategies.user_code.watched import summarize_full_parameters, wrap_user_hooks
 

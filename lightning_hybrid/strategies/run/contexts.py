@@ -10,9 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError, add_error_note
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.strategies.logs.reduction import captured_loggers
 from lightning_hybrid.strategies.user_code.hooks import current_hook
 from lightning_hybrid.strategies.world.evaluation import forbid_unmatched_collectives

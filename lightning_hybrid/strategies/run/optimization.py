@@ -43,7 +43,7 @@ from lightning_hybrid.strategies.world.callbacks import around_validation
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.offloaded import OffloadedStates
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
 
 
 def connect_optimizers(

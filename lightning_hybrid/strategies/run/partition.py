@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
-from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
-from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
+from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.staged import StepRunner
+from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.strategies.logs.phases import phase
 from lightning_hybrid.strategies.run.run import RecordedBatch, Run

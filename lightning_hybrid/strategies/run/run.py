@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from lightning_hybrid.params.guards import ReadGuards
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.params.shards import AxisSharding, LocalShards
-    from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
-    from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-    from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
-    from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
-    from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
+    from lightning_hybrid.pipeline.metrics import MetricSync
+    from lightning_hybrid.pipeline.plain import PlainRunner
+    from lightning_hybrid.pipeline.runner import MicrobatchRunner
+    from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
+    from lightning_hybrid.pipeline.staged import StepRunner
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
     from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
     from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
     from lightning_hybrid.strategies.optimizer_steps.connected import ConnectedOptimizers
@@ -99,7 +99,7 @@ class Run:
         """The runner of steps without stages; None where they are replayed from a recording."""
         if self.runner is None:
             return None
-        from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
+        from lightning_hybrid.pipeline.plain import PlainRunner
 
         return self.runner if isinstance(self.runner, PlainRunner) else None
 
@@ -108,7 +108,7 @@ class Run:
         """The runner that replays steps from a recording; None where there is none."""
         if self.runner is None:
             return None
-        from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
+        from lightning_hybrid.pipeline.staged import StepRunner
 
         return self.runner if isinstance(self.runner, StepRunner) else None
 

@@ -17,7 +17,7 @@ from lightning_hybrid.step.deferred_init.reset_parameters import reset
 from lightning_hybrid.step.standins.absent_tensors import fill
 
 if TYPE_CHECKING:
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
 
 
 class EmptyInit:

@@ -15,14 +15,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.errors import UnfitError, is_out_of_memory
-from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
+from lightning_hybrid.pipeline.compare import compare_gradients
+from lightning_hybrid.pipeline.measure import (
     LossWeighting,
     agree_on_weighting,
     measure_weighting,
 )
-from lightning_hybrid.pipeline.loss_weights.compare_gradients import compare_gradients
-from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
-from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
+from lightning_hybrid.pipeline.runner import MicrobatchRunner
+from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     BatchSplitter,

@@ -20,14 +20,14 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_hybrid.checkpoint.full import load_module_state
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import (
+from lightning_hybrid.pipeline.stages.plan import (
     drop_absent_in_copy,
     unshard_parameters,
 )
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 if TYPE_CHECKING:
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
 
 _REASON = "weight averaging of a sharded module"
 # Where the callbacks go through the parameters of both.

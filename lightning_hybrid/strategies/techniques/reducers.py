@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
+from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
 from lightning_hybrid.replicate.reducer import GradientReducer, JointReducer
 
 if TYPE_CHECKING:
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
 
 Reducers = dict[int | None, GradientReducer | JointReducer]
 

@@ -28,8 +28,7 @@ from lightning_hybrid.techniques.technique import Active, Messages, Operation, T
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.state_file import Region
-    from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
     from lightning_hybrid.zero.sharding import Stage
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.

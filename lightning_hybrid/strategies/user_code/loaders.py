@@ -28,7 +28,7 @@ from lightning_hybrid.errors import StepError
 from lightning_hybrid.params.reads.gather import IDENTITY, OWN_PROPERTIES
 from lightning_hybrid.params.reads.steps import StepReads
 from lightning_hybrid.patching import around
-from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
+from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_METHODS,

@@ -21,9 +21,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.collectives.arrivals import wait_until
-from lightning_hybrid.errors import NotOnAllRanks
+from lightning_hybrid.errors import NotOnAllRanks, add_error_note, error_notes_of
 from lightning_hybrid.mesh import Mesh, is_lost_connection
-from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
 from lightning_hybrid.shared_memory.sockets import close_peer_sockets
 from lightning_hybrid.strategies.world.callbacks import RunCallback
 from lightning_hybrid.strategies.world.stop import GracefulStop, SlurmRequeue

@@ -21,7 +21,7 @@ from lightning_hybrid.predict.costs.module import costs_from_parameters
 from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.layout import PlanLayout, number_format_of
 from lightning_hybrid.predict.search import predict_plan
-from lightning_hybrid.schedule.measured.measured_costs_file import load_measured_costs
+from lightning_hybrid.schedule.measured.seconds import load_measured_costs
 from lightning_hybrid.text import timed
 from models.command_line_classes import Stack
 

@@ -14,8 +14,8 @@ from lightning_hybrid.graph.partition import assign, owner_stages
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.schedule import Action, Kind, Portals, Span, Timeline, make_schedule, simulate
-from lightning_hybrid.schedule.measured.measured_costs_file import load_measured_costs
-from lightning_hybrid.schedule.measured.propose_cuts import propose_cuts
+from lightning_hybrid.schedule.measured.cuts import propose_cuts
+from lightning_hybrid.schedule.measured.seconds import load_measured_costs
 
 
 def assignment(count=8, num_stages=2):

@@ -13,8 +13,8 @@ from harness.fits import FitRecorder, Run, fit, reference_of, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import LocalSGD, PipelineTimeline
 from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps
-from lightning_hybrid.schedule.measured.lost_time_by_cause import LOSSES
-from lightning_hybrid.schedule.measured.measured_costs_file import load_measured_costs
+from lightning_hybrid.schedule.measured.lost_time import LOSSES
+from lightning_hybrid.schedule.measured.seconds import StageSeconds, load_measured_costs
 from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds
 from models.cases import Samples, make
 from models.hand_written import Layers

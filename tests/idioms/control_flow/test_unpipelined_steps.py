@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from harness.trainer_runs import trainer_of
 from harness.verification import COMBINED, LAYOUTS, check
-from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
+from lightning_hybrid.pipeline.kept import ModuleChanges
 from models.regression import FEATURES, regression_data
 from models.unpipelined import Branching, Contrasts, SomeRows
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.verification import COMBINED, LAYOUTS, check
-from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import MissingGradients
+from lightning_hybrid.pipeline.stages.plan import MissingGradients
 from models.regression import FEATURES, Regressor
 
 

@@ -4,12 +4,11 @@ import itertools
 import random
 
 import pytest
-from schedule.measured.test_propose_cuts import assigned, blocks
+from schedule.measured.test_cuts import assigned, blocks
 
 from lightning_hybrid.schedule import Portals, make_schedule, simulate
-from lightning_hybrid.schedule.measured.learned_seconds import MeasuredCut, learned_seconds
-from lightning_hybrid.schedule.measured.next_cuts import next_cuts
-from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds
+from lightning_hybrid.schedule.measured.cuts import MeasuredCut, learned_seconds, next_cuts
+from lightning_hybrid.schedule.measured.seconds import StageSeconds
 
 
 def measured(graph, seconds, num_stages, cuts, schedule, noise=0.0):

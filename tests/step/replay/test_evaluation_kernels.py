@@ -8,8 +8,8 @@ from torch import nn
 
 from harness.one_process_pipeline import OneRank, keyed
 from lightning_hybrid.errors import StepChanged
-from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.stages.plan import StagePlan
+from lightning_hybrid.pipeline.stages.recording import record_variant
 from lightning_hybrid.step.instrument.instrument_step import instrumented
 from models.cases import batch_of, make
 from models.hand_written import WIDTH, Layers

@@ -1,0 +1,319 @@
+"""The exchange of a step's results over pipeline ranks: logged numbers, the loss, and returned tensors.
+
+The numbers are known once a rank has run its last forward, long before the last backward of the first stage ends. So
+they are sent meanwhile, where the channel lets a collective overtake transfers.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.collectives.agreement import NumberExchange, digest
+from lightning_hybrid.collectives.tensors import broadcast_tensor
+from lightning_hybrid.errors import StepError
+from lightning_hybrid.pipeline.full_batch import LogRun, SideEffectRun
+from lightning_hybrid.pipeline.kept import AppendedEntries
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, MeasuredLogs, describe_unexplained, keyed
+from lightning_hybrid.pipeline.runtime.executor import Outcome, fill_placeholders
+from lightning_hybrid.pipeline.stages.plan import TraceVariant
+from lightning_hybrid.pipeline.stages.traces import ChosenTraces
+from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.step.batch.split_batch_into_microbatches import sizes_of
+from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import BatchScalars
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import reduction_of
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
+from lightning_hybrid.step.standins.absent_arrays_and_lists import has_absent_content, line_of_read
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+_EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
+
+
+class StepResultExchange:
+    """The exchange of one step's results; ``begin`` once a rank's forwards are done, ``finish`` after its backwards."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        variants: Sequence[TraceVariant],
+        logs: LogCapture,
+        weights: Sequence[float],
+        batch: Any,
+        *,
+        share_output: bool,
+        train: bool,
+        metrics: FullBatchMetrics,
+        sizes: Sequence[int | None],
+        weighting: MeasuredLogs,
+        by_samples: Sequence[float],
+        log_run: LogRun | None,
+        rank_of: Callable[[int], int],
+    ) -> None:
+        """Prepare the exchange.
+
+        Args:
+            group: The ranks of one pipeline.
+            device: The device of this rank.
+            variants: The trace of each microbatch.
+            logs: The captured logs of the step.
+            weights: The weight of each microbatch.
+            batch: The full batch; ranks compare its checksum.
+            share_output: Whether outputs are needed.
+            train: Whether a backward follows.
+            metrics: Metrics of the full batch.
+            sizes: Numbers of samples of the microbatches.
+            weighting: What is measured of the step: which logged keys weigh by samples, and which are no means.
+            by_samples: The weights of the microbatches by samples.
+            log_run: Runs the step on the full batch for its logs, if it must.
+            rank_of: Returns the pipeline rank of a stage.
+        """
+        self._metrics, self._sizes, self._log_run = metrics, sizes, log_run
+        self._weighting, self._by_samples, self._measured = weighting, by_samples, dict(weighting.reductions)
+        self._reads = () if log_run is None else log_run.reads
+        self._group, self._rank_of = group, rank_of
+        self._has_last_stage = group.rank() == rank_of(variants[0].assignment.num_stages - 1)
+        self._device = device
+        self._variants = variants
+        self._logs = logs
+        self._weights = weights
+        self._digest = digest(flatten(batch)[0])  # now, since the step may write into it
+        self._entries: list[Entry] = []
+        self._exchange: NumberExchange | None = None
+        self._numbers: list[float] = []
+        self._combined_keys: set[Key] = set()
+        self._has_guesses = any(v.dynamic for variant in variants for v in variant.assignment.graph.values)
+        self._scalars: list[tuple[int, int]] = []
+        self._tensors: list[tuple[int, int]] = []
+        for index, variant in enumerate(variants):
+            graph = variant.assignment.graph
+            for value in dict.fromkeys((*(graph.returned if share_output else ()), *graph.kept)):
+                is_scalar = not graph.values[value].shape and graph.values[value].dtype in _EXACT_IN_FLOAT64
+                (self._scalars if is_scalar else self._tensors).append((index, value))
+            if train and graph.loss is not None and (index, graph.loss) not in self._scalars:
+                self._scalars.append((index, graph.loss))
+
+    def begin(self, runs: Mapping[int, StageRun], *, is_broken: bool = False) -> None:
+        """Start to send this rank's numbers.
+
+        Args:
+            runs: The runs of this rank by microbatch, after all their forwards.
+            is_broken: Whether the step broke on this rank, which has no numbers then.
+        """
+        if is_broken:
+            self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
+            return
+        self._entries = self._logs.entries()
+        scalars = [runs[index].scalars for index in range(len(runs))]
+        graphs = [variant.assignment.graph for variant in self._variants]
+        batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs)
+        self._metrics.finish_all(*batch.how)
+        # Microbatches with different traces have their numbers on different ranks: combined once all are received.
+        numbers = [
+            number
+            for key, entry in keyed(self._entries)
+            for number in (self._full_batch_number(key, entry, batch), *entry.values)
+        ]
+        for index, value in self._scalars:
+            made = runs[index].made.get(value)
+            if made is not None and value != self._variants[index].assignment.graph.loss and not batch.kind(value):
+                made = batch.value(value)
+            numbers.append(math.nan if made is None else float(made))
+        numbers += [math.nan if (read := batch.value(value)) is None else float(read) for value in self._reads]
+        if self._has_guesses:
+            is_last = self._has_last_stage  # it has most values; one number of each is sent
+            numbers += [guess if is_last else math.nan for entry in self._entries for guess in entry.guesses]
+        names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
+        self._exchange = NumberExchange(
+            numbers,
+            self._group,
+            names=names,
+            batch=self._digest,
+            trace=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
+            device=self._device,
+        )
+
+    def _full_batch_number(self, key: Key, entry: Entry, batch: BatchScalars) -> float:
+        """The number logged for the full batch, where it is not the combination of the microbatches'; NaN otherwise."""
+        number: Any = None
+        if len(self._variants) == 1:
+            return math.nan
+        if entry.metric is not None:
+            number = self._metrics.values()(entry.metric, None)
+        elif any(map(math.isnan, entry.values)):
+            return math.nan
+        elif entry.value is not None and key not in self._measured:
+            number = None if batch.is_mean(entry.value) else batch.value(entry.value)
+        return math.nan if number is None else float(number)
+
+    def _combined(self, key: Key, entry: Entry) -> float:
+        weights = self._by_samples if key in self._weighting.keys else self._weights
+        return entry.combine(weights, self._sizes, self._measured.get(key) or self._over(entry))
+
+    def _over(self, entry: Entry) -> str:
+        """How the graph makes a value of the samples: as "sum", "max" or "min" of them; "" if in another way."""
+        if entry.value is None or None in self._sizes:
+            return ""
+        return reduction_of(entry.value, self._variants[0].assignment.graph, self._sizes[0] or 0)
+
+    def warnings(self) -> list[str]:
+        """Warnings about logged numbers that are means over microbatches, and are known to be another of the batch."""
+        step, known = self._variants[0].assignment.graph.step, self._weighting.unexplained
+        return [describe_unexplained(step, *each) for each in known if each[0] in self._combined_keys]
+
+    def wait(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
+        """Wait for the numbers of all ranks; arguments as for ``begin``.
+
+        Raises:
+            StepBroken: The step broke on a rank.
+            RanksDisagree: The batch or what was logged differs between the ranks.
+        """
+        if self._exchange is None:
+            self.begin(runs, is_broken=is_broken)
+        assert self._exchange is not None
+        self._numbers = self._exchange.finish()
+
+    def finish(self, runs: Mapping[int, StageRun]) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
+        """Broadcast the tensors, after ``wait``.
+
+        Args:
+            runs: As for ``begin``.
+
+        Returns:
+            Each logged entry with its number, and by microbatch the exchanged values by index, in their full shapes.
+        """
+        numbers, logged = iter(self._numbers), []
+        guessed = iter(self._numbers[-sum(len(entry.values) for entry in self._entries) :])
+        for key, entry in keyed(self._entries):
+            of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
+            if self._has_guesses:
+                guesses = [next(guessed) for _ in values]
+                values = [guess if math.isnan(value) else value for value, guess in zip(values, guesses, strict=True)]
+            if math.isnan(of_batch):
+                self._combined_keys.add(key)
+                of_batch = self._combined(key, entry.with_values(values, entry.sizes))
+            logged.append(of_batch)
+        content: list[dict[int, Tensor]] = [{} for _ in self._variants]
+        for (index, value), number in zip(self._scalars, numbers, strict=False):
+            described = self._variants[index].assignment.graph.values[value]
+            dtype, device = getattr(torch, described.dtype), described.device or self._device
+            content[index][value] = torch.tensor(number, dtype=dtype, device=device)
+        if self._log_run is not None:
+            found = self._log_run.numbers(dict(zip(self._reads, numbers, strict=False)))
+            pairs = zip(keyed(self._entries), logged, strict=True)
+            logged = [found.get(key, number) if entry.is_plain else number for (key, entry), number in pairs]
+            self._combined_keys -= found.keys()
+        for index, value in self._tensors:
+            assignment = self._variants[index].assignment
+            source = self._rank_of(assignment.value_stage[value])
+            made = runs[index].made.get(value) if source == self._group.rank() else None
+            content[index][value] = broadcast_tensor(
+                assignment.graph.values[value], made, source, self._group, self._device
+            )
+        return list(zip(self._entries, logged, strict=True)), content
+
+
+def join_results(
+    root: nn.Module,
+    chosen: ChosenTraces,
+    outcome: Outcome,
+    content: Sequence[Mapping[int, Tensor]],
+    weights: Sequence[float],
+    *,
+    train: bool,
+    appended: AppendedEntries | None,
+    side_effects: SideEffectRun | None,
+) -> tuple[Any, Tensor | None]:
+    """Fill absent tensors, and join the microbatches.
+
+    Args:
+        root: The user's module.
+        chosen: The microbatches.
+        outcome: Their runs on this rank.
+        content: The exchanged values of each microbatch, by index, in their full shapes.
+        weights: The weight of each microbatch.
+        train: Whether the step has a loss.
+        appended: Joins what they have appended to lists.
+        side_effects: The run of a step that keeps numbers of the model.
+
+    Returns:
+        What the step returns, tensors in it of the shapes of the full batch, and its loss, a scalar.
+    """
+    variants, microbatches = chosen.variants, chosen.microbatches
+    runs = [outcome.runs[index] for index in range(len(variants))]
+    outputs = []
+    for run, values in zip(runs, content, strict=True):
+        fill_placeholders(run, values)
+        if not train or not isinstance(run.result, Tensor):  # a bare loss is joined below
+            outputs.append(map_leaves(detached, run.result))
+    loss = None
+    if train:
+        losses = [values[variant.loss] for values, variant in zip(content, variants, strict=True)]
+        total = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
+        loss = losses[0].new_tensor(total)
+    name, sizes = variants[0].recording.graph.step, sizes_of(microbatches)
+    output = join(outputs, weights, sizes, step=name) if outputs else loss
+    if side_effects is not None:
+        returned = map_leaves(detached, side_effects.returned(content[0]))
+        output = returned if outputs else loss
+    if appended is not None:
+        appended.put(appended.evenly(len(variants), content), weights, sizes)
+    check_content(name, output)
+    if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
+        refuse_absent_numbers(root, [variant.recording for variant in variants], read_at)
+    return returned_batch(chosen.batch, microbatches, [run.result for run in runs], output), loss
+
+
+def detached(leaf: Any) -> Any:
+    """A leaf of an output, detached; None where its content was not requested."""
+    if isinstance(leaf, Tensor):
+        return None if is_absent(leaf) else leaf.detach()
+    return leaf
+
+
+def returned_batch(batch: Any, microbatches: Sequence[Any], results: Sequence[Any], output: Any) -> Any:
+    """The output of a step; if it returns its own batch, the full batch updated with the joined entries.
+
+    Args:
+        batch: The full batch.
+        microbatches: The microbatches on which the step ran.
+        results: The return value for each.
+        output: The return values, joined.
+    """
+    if not all(result is microbatch for result, microbatch in zip(results, microbatches, strict=True)):
+        return output
+    if isinstance(batch, MutableMapping):
+        batch.update(output)
+        return batch
+    if not isinstance(batch, Tensor) and hasattr(batch, "__dict__"):
+        vars(batch).update(vars(output))
+        return batch
+    return output
+
+
+def check_content(step: str, output: Any) -> None:
+    """Check that no stand-in reaches user code.
+
+    Args:
+        step: Name of the step.
+        output: Its return values, joined.
+
+    Raises:
+        StepError: A number is on another rank only.
+    """
+    for leaf in flatten(output)[0]:
+        if has_absent_content(leaf):
+            raise StepError(
+                f"{line_of_read(leaf, step)}: {step} returns a number read from the model that is not known for the"
+                " full batch; return the tensor instead (loss.detach()), or set num_microbatches=1",
+                entry="outputs-number",
+            )

@@ -1,0 +1,346 @@
+"""Steps whose results microbatches alone do not give, and which therefore run on their full batch too, or only so.
+
+A second run of a step has its Python side effects only: ``self.losses.append(loss.item())``.
+In a single process the numbers of a step are available when its Python reads them. On a rank of a pipeline they are
+received after the step. So a step that stores or returns numbers of the model runs on its full batch, and once the
+numbers are on every rank it runs again without the model's arithmetic, and reads the exchanged numbers. The changes of
+that run on the modules stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.collectives.agreement import StepBroken
+from lightning_hybrid.errors import PartitionError, StepError
+from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
+from lightning_hybrid.pipeline.measure import is_same
+from lightning_hybrid.pipeline.runner import StepResult
+from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
+from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.traces import Call, ChosenTraces, TraceCache
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, sizes_of, split
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import matching_values
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, TensorSnapshot
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
+from lightning_hybrid.step.recording.check_kept_values_mergeable import why_not_mergeable
+from lightning_hybrid.step.recording.values_kept_on_modules import skippable_modules
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+
+class SideEffectRun:
+    """The second run of one step on one batch; created before the step runs."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        names: Mapping[int, str],
+        call: Call,
+        batch: Any,
+        variant: TraceVariant,
+        randomness: KeyedRandomness,
+    ) -> None:
+        """Snapshot the modules.
+
+        Args:
+            root: The user's module.
+            names: FQN by id of its parameters and tracked buffers.
+            call: The call of the step.
+            batch: The full batch.
+            variant: The trace of the step.
+            randomness: Keys the random numbers of the step.
+        """
+        self._root, self._names, self._call, self._batch = root, names, call, batch
+        self._variant, self._randomness = variant, randomness
+        self._without = skippable_modules(root, [variant.recording])
+        self._start = ModuleSnapshot(root, without=self._without)
+        self._watched = [(tensor, tensor._version) for tensor in tensors_inside(batch)]
+
+    def returned(self, contents: Mapping[int, Tensor]) -> Any:
+        """Run the step again, and return its output.
+
+        Args:
+            contents: The values of the model that all ranks have, by index, in their shapes.
+
+        Raises:
+            StepError: The step cannot run so.
+        """
+        kept = self._variant.recording.numbers_kept
+        if any(tensor._version != version for tensor, version in self._watched):
+            raise StepError(
+                f"{kept}, and the step writes into its batch in place; let it write into a copy",
+                entry="side-effects-batch",
+            )
+        written = _Buffers(self._root, self._without)
+        self._start.restore()  # the step may have branched on a buffer that it has written since
+        try:
+            run = self._call.rerun(self._root, self._names, self._batch, self._variant, self._randomness, contents)
+        except Exception as error:
+            raise StepError(
+                f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error});"
+                " make the step do the same each time it runs on a batch, or keep the tensor (loss.detach()) instead",
+                entry="side-effects",
+            ) from error
+        finally:
+            written.restore()
+        fill_placeholders(run, contents)
+        return run.result
+
+
+class _Buffers:
+    """A snapshot of the buffers that user code around layers may write, after the step."""
+
+    def __init__(self, root: nn.Module, without: set[nn.Module]) -> None:
+        dicts = [module._buffers for module in root.modules() if module not in without]
+        self._dicts = [(buffers, dict(buffers)) for buffers in dicts]
+        present = {id(b): b for buffers in dicts for b in buffers.values() if b is not None and not is_absent(b)}
+        self._contents = [TensorSnapshot(buffer) for buffer in present.values()]
+
+    def restore(self) -> None:
+        """Restore the buffers and their contents."""
+        for buffers, members in self._dicts:
+            buffers.clear()
+            buffers.update(members)
+        for content in self._contents:
+            content.restore()
+
+
+# Batches may come in ever new sizes.
+_MAX_REASONS = 512
+
+
+class UnsplitSteps:
+    """Selects the steps of one module whose batches are not split.
+
+    Attributes:
+        names: Names of such steps, so far.
+    """
+
+    def __init__(self, choice: TraceCache, warn: Callable[[str, str], None]) -> None:
+        """Set up on a trace cache; ``warn`` is called once with the name of such a step, and the reason."""
+        self.names: set[str] = set()
+        self._traces, self._warn = choice, warn
+        self._reasons: BoundedLRUDict[tuple[TraceVariant, int | None, bool], str] = BoundedLRUDict(_MAX_REASONS)
+
+    def adopts(
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        *,
+        is_returned: bool,
+    ) -> bool:
+        """Whether the batches of a step must not be split, from now on.
+
+        Args:
+            call: The call of the step.
+            variants: The trace of each microbatch.
+            batch: The full batch.
+            microbatches: The batch, split.
+            is_returned: Whether the output of the step is read.
+        """
+        for variant, samples in dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True)):
+            key = variant, samples, is_returned
+            if key not in self._reasons:
+                full = self._traces.trace_of_full_batch(call, batch) if variant.recording.appended else None
+                self._reasons[key] = why_not_mergeable(
+                    variant.recording,
+                    samples,
+                    full=None if full is None else full.recording,
+                    total=batch_size_of(batch),
+                    is_returned=is_returned,
+                )
+            if self._reasons[key]:
+                return self.adopt(call.name, self._reasons[key])
+        if line := self._branches_at(call, variants, batch, microbatches):
+            return self.adopt(
+                call.name, f"{line}: a microbatch takes a branch, by its content, that its batch does not take"
+            )
+        return False
+
+    def adopt(self, name: str, reason: str) -> bool:
+        """Split no batch of a step from now on, for this reason; returns True."""
+        self._warn(name, reason)
+        self.names.add(name)
+        return True
+
+    def _branches_at(
+        self, call: Call, variants: Sequence[TraceVariant], batch: Any, microbatches: Sequence[Any]
+    ) -> str:
+        """The first line that a microbatch runs and its batch does not, or reversely, by their content; "" if none.
+
+        A branch by a random number or by state is none: a microbatch takes it as another batch would.
+        """
+        if call.name not in self._traces.reads_batch:
+            return ""
+        full = self._traces.trace_of_full_batch(call, batch)
+        if full is None:
+            return ""
+        for variant, microbatch in zip(variants, microbatches, strict=True):
+            if _path(variant) != _path(full):  # alone, it draws what the batch draws
+                alone = self._traces.trace_of_full_batch(call, microbatch)
+                if alone is not None and (others := _path(alone) ^ _path(full)):
+                    return min(others)[0]
+        return ""
+
+
+def _path(variant: TraceVariant) -> frozenset[tuple[str, str]]:
+    """The operations of the user's code around units, each with its line; how often it runs does not matter."""
+    return frozenset((node.line, node.name) for node in variant.recording.graph.nodes)
+
+
+# Trials have batch numbers of their own: random numbers depend on them.
+_OTHER = 2**40
+
+
+class EvaluationTrials:
+    """Tries each step of evaluation once, on the samples of two microbatches of its first batch."""
+
+    def __init__(self, trial: Callable[[Call, Any, int], StepResult]) -> None:
+        """Prepare. Args: trial: Runs a call on a batch in a number of microbatches, and undoes it; collective."""
+        self._trial = trial
+        self._tried: set[str] = set()
+
+    def differing(self, call: Call, chosen: ChosenTraces, splitter: BatchSplitter | None) -> str:
+        """What differs, the same on every rank; "" if nothing does, or the step was tried before.
+
+        Args:
+            call: The call of the step.
+            chosen: Its microbatches.
+            splitter: Splits batches, where the user has passed one.
+        """
+        count = len(chosen.microbatches)
+        if count == 1 or call.name in self._tried:
+            return ""
+        self._tried.add(call.name)
+        some = split(chosen.batch, max(1, count // 2), splitter)[0][0]
+        first, second = (dataclasses.replace(call, number=call.number - number) for number in (_OTHER, 2 * _OTHER))
+        try:
+            whole = self._trial(first, some, 1)
+            found = _difference(whole, self._trial(first, some, 2), chosen.variants[0])
+            # Random numbers, or a clock: then nothing is known.
+            if not found or _difference(whole, self._trial(second, some, 1), chosen.variants[0]):
+                return ""
+        except (StepError, PartitionError, StepBroken):  # so few samples are no batch to this step
+            return ""
+        return f"{found} as combined from halves of them"
+
+
+def _difference(one: StepResult, other: StepResult, variant: TraceVariant) -> str:
+    is_rounded = any(value.dtype in ("float16", "bfloat16") for value in variant.recording.graph.values)
+    for (entry, a), (_, b) in zip(one.logs, other.logs, strict=False):
+        if math.isfinite(b) and not is_same(a, b, torch.float16 if is_rounded else entry.dtype):
+            return f"it logs {entry.name!r}, which is {a:.6g} for some samples and {b:.6g}"
+    for x, y in zip(*map(_tensors, (one.output, other.output)), strict=False):
+        scale, error = (float(t.abs().max()) if t.numel() else 0.0 for t in (x, x - y if x.shape == y.shape else x[:0]))
+        if math.isfinite(error) and not is_same(scale + error, scale, torch.float16 if is_rounded else x.dtype):
+            return f"what it returns is up to {scale:.6g} for some samples and differs by up to {error:.6g}"
+    return ""
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    leaves = [torch.as_tensor(leaf) for leaf in flatten(output)[0] if isinstance(leaf, float | Tensor)]
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
+
+
+class LogRun:
+    """The run of one step on one batch; created before the step may write into its batch.
+
+    Attributes:
+        reads: The scalars of a microbatch's graph that the step reads as numbers.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        names: Mapping[int, str],
+        call: Call,
+        batch: Any,
+        pairs: Mapping[int, int],
+        full: TraceVariant,
+        randomness: KeyedRandomness,
+    ) -> None:
+        """Prepare the run.
+
+        Args:
+            root: The user's module.
+            names: FQN by id of its parameters and tracked buffers.
+            call: The call of the step.
+            batch: The full batch.
+            pairs: The values of a microbatch by those of the batch.
+            full: The trace of the batch.
+            randomness: Keys the random numbers of the step.
+        """
+        self._root, self._names, self._call, self._batch = root, names, call, batch
+        self._full, self._randomness = full, randomness
+        values = full.recording.graph.values
+        self._read = {v: pairs[v] for v in full.recording.values_read if v in pairs and not values[v].shape}
+        self.reads = tuple(dict.fromkeys(self._read.values()))
+
+    def numbers(self, read: Mapping[int, float]) -> dict[Key, float]:
+        """The numbers that the step logs of its batch and of what it reads; those of its graph are left out.
+
+        Args:
+            read: The numbers of the full batch, by index in ``reads``; NaN where they are not known.
+        """
+        graph, logs = self._full.recording.graph, LogCapture(1)
+        contents = {
+            value: torch.tensor(read[index], dtype=getattr(torch, graph.values[value].dtype))
+            for value, index in self._read.items()
+            if not math.isnan(read[index])
+        }
+        start = ModuleSnapshot(self._root, without=skippable_modules(self._root, [self._full.recording]))
+        try:
+            what = self._root, self._names, self._batch, self._full, self._randomness, contents
+            self._call.rerun(*what, around=logs.microbatch(self._root, 0))
+        except Exception:  # what it logs is then combined as that of other steps
+            return {}
+        finally:
+            start.restore()
+        found = {key: entry.values[0] for key, entry in keyed(logs.entries()) if entry.is_plain}
+        return {key: number for key, number in found.items() if not math.isnan(number)}
+
+
+class LogRuns:
+    """Decides which steps of one module need a run for their logs."""
+
+    def __init__(self, root: nn.Module, plan: StagePlan, traces: TraceCache, randomness: KeyedRandomness) -> None:
+        self._root, self._plan, self._traces, self._randomness = root, plan, traces, randomness
+        self._needless: set[TraceVariant] = set()
+
+    def of(self, call: Call, batch: Any, variants: Sequence[TraceVariant]) -> LogRun | None:
+        """The run of a step whose microbatches have these traces; None if it would log what they log."""
+        first = variants[0]
+        logged = first.recording.logged
+        if len(variants) == 1 or not logged or first in self._needless or _differ(variants):
+            return None
+        full = self._traces.trace_of_full_batch(call, batch)
+        if full is None or _differ((first, full)):
+            return None
+        if any(node.sized_by == "values of the model" for node in full.recording.graph.nodes):  # it guesses sizes
+            return None
+        if call.name not in self._traces.reads_batch and logged == full.recording.logged:
+            self._needless.add(first)
+            return None
+        given = self._traces.unwritten(call, batch)
+        pairs = matching_values(first.recording.graph, full.recording.graph)
+        return LogRun(self._root, self._plan.names(), call, given, pairs, full, self._randomness)
+
+
+def _differ(variants: Sequence[TraceVariant]) -> bool:
+    first, *others = (variant.recording.graph for variant in dict.fromkeys(variants))
+    return any(_operations(other) != _operations(first) for other in others)
+
+
+def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...]]]:
+    return [(node.name, node.inputs) for node in graph.nodes]

@@ -1,0 +1,217 @@
+"""Entries that a step appends to lists of its modules: one per batch, joined from those of the microbatches.
+
+``self.outputs.append(loss)`` is Lightning's idiom for values that the end of an epoch reads. If every microbatch has
+appended equally many entries to a list, they are joined entry by entry; all other changes of modules are those of
+gradient accumulation.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, reachable_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor, detached_leaf, storage_id
+from lightning_hybrid.step.recording.values_kept_on_modules import ListPath, RecordedCall, find_lists, list_containing
+from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
+
+Rows: TypeAlias = dict[ListPath, list[list[Any]]]  # the entries that each microbatch has appended
+
+
+class AppendedEntries:
+    """Records and joins the entries that one batch appends to the lists of one module."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Record the lengths of the lists of the user's module before the batch."""
+        self._root = root
+        self._before = {path: len(entries) for path, entries in find_lists(root).items()}
+        self._ends = [self._before]
+        self.rows: Rows = {}
+
+    def after_microbatch(self) -> None:
+        """Record the entries that a microbatch has appended."""
+        lists, last = find_lists(self._root), self._ends[-1]
+        self._ends.append({path: len(entries) for path, entries in lists.items()})
+        for path, entries in lists.items():
+            begin = last.get(path, 0)
+            if len(entries) > begin or path in self.rows:
+                earlier: list[list[Any]] = [[] for _ in range(len(self._ends) - 2)]
+                new = [map_leaves(detached_leaf, entry) for entry in entries[begin:]]
+                self.rows.setdefault(path, earlier).append(new)
+
+    def evenly(self, count: int, contents: Sequence[Mapping[int, Tensor]] = ()) -> Rows:
+        """Split the appended entries evenly over the microbatches that have run.
+
+        Args:
+            count: Number of the microbatches.
+            contents: By microbatch and index, the values from which numbers among the entries were read; each a scalar,
+                or a tensor of one element.
+        """
+        rows: Rows = {}
+        for path, entries in find_lists(self._root).items():
+            grown = entries[self._before.get(path, 0) :]
+            each, rest = divmod(len(grown), count)
+            if not each or rest:
+                continue
+            rows[path] = []
+            for index in range(count):
+                fill = partial(_filled, contents[index] if contents else {})
+                appended = grown[index * each : (index + 1) * each]
+                rows[path].append([map_leaves(fill, entry) for entry in appended])
+        return rows
+
+    def put(
+        self,
+        rows: Rows,
+        weights: Sequence[float],
+        sizes: Sequence[int | None],
+        losses: Sequence[float | None] = (),
+        loss_weights: Sequence[float] = (),
+    ) -> None:
+        """Replace the appended entries by those joined over all microbatches, also those of other ranks.
+
+        Args:
+            rows: By attribute path of the list, the entries of each microbatch.
+            weights: Weights of the microbatches.
+            sizes: Their numbers of samples.
+            losses: Their losses; equal entries are joined by ``loss_weights``.
+            loss_weights: The weights of the losses.
+        """
+
+        def joined_of(column: list[Any]) -> Any:
+            if not _are_equal(list(map(_number, column)), losses):
+                return join(column, weights, sizes)
+            present = [index for index, weight in enumerate(loss_weights) if weight]
+            entries, shares = [column[index] for index in present], [loss_weights[index] for index in present]
+            return join(entries, shares, [sizes[index] for index in present])
+
+        lists = find_lists(self._root)
+        for path, of_each in rows.items():
+            counts = {len(entries) for entries in of_each}
+            if path not in lists or len(of_each) != len(weights) or len(counts) != 1 or counts == {0}:
+                continue
+            are_calls = isinstance(of_each[0][0], RecordedCall)
+            if not are_calls and any(size is not None and size > 1 and counts == {size} for size in sizes):
+                # An entry per sample.
+                joined = [entry for entries in of_each for entry in entries]
+            else:
+                joined = [joined_of(list(column)) for column in zip(*of_each, strict=True)]
+            lists[path][self._before.get(path, 0) :] = joined
+
+
+def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
+    """The appended entries of the microbatches of several ranks, in the order of the ranks.
+
+    Args:
+        rows: The entries of each rank.
+        counts: The number of microbatches of each rank.
+    """
+    joined: Rows = {}
+    for path in dict.fromkeys(path for row in rows for path in row):
+        of_ranks = zip(rows, counts, strict=True)
+        joined[path] = [entries for row, count in of_ranks for entries in row.get(path, [[] for _ in range(count)])]
+    return joined
+
+
+def _filled(content: Mapping[int, Tensor], leaf: Any) -> Any:
+    """A detached leaf; a number that was read on another rank, or computed from such, is replaced by its value."""
+    if isinstance(leaf, AbsentFloat) and leaf.is_affine and leaf.values and leaf.values <= content.keys():
+        return leaf.computed(content)
+    return detached_leaf(leaf)
+
+
+def _are_equal(some: Sequence[float | None], others: Sequence[float | None]) -> bool:
+    """Whether numbers are equal; NaN (a mean over no element) equals NaN."""
+    return list(map(str, some)) == list(map(str, others))
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return value if isinstance(value, float) else None
+
+
+_NOTHING = object()
+
+
+class ModuleChanges:
+    """Compares the modules after a step with their state before it."""
+
+    def __init__(self, root: nn.Module, *, by_content: bool = False) -> None:
+        """Record the state before the step.
+
+        Args:
+            root: The user's module.
+            by_content: Whether to compare contents of tensors: a write to ``buffer.data`` leaves the version counter.
+        """
+        self._root, self._by_content = root, by_content
+        self._before = _state(root, by_content)
+        self._lengths = {path: len(entries) for path, entries in find_lists(root).items()}
+
+    def something(self) -> bool:
+        """Whether the step has written a buffer, or stored a new tensor or float."""
+        lists = {path: self._lengths.get(path, 0) for path in find_lists(self._root)}
+        return any(
+            not (isinstance(key, AttributePath) and list_containing(key, lists) is not None) for key in self._changed()
+        )
+
+    def rows(self, samples: int | None) -> bool:
+        """Whether a changed tensor may have a row for each sample of the batch, of which a microbatch needs some.
+
+        Args:
+            samples: Number of samples of the batch; None if unknown.
+        """
+        changed = self._changed()
+        tensors = [leaf for path, leaf in reachable_leaves(self._root, plain=False) if path in changed]
+        tensors += [
+            buffer
+            for fqn, module in self._root.named_modules()
+            for name, buffer in module._buffers.items()
+            if (fqn, name) in changed and buffer is not None
+        ]
+        return any(isinstance(leaf, Tensor) and (samples is None or samples in leaf.shape) for leaf in tensors)
+
+    def _changed(self) -> set[Any]:
+        now = _state(self._root, self._by_content)
+        gone = self._before.keys() - now.keys()
+        return gone | {key for key, value in now.items() if not _is_same(self._before.get(key, _NOTHING), value)}
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    is_counter = type(now) is int and (now - before == 1 if type(before) is int else now in (0, 1))
+    return is_counter or bool(before == now)
+
+
+def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:
+    metrics = {inner for module in root.modules() if isinstance(module, Metric) for inner in module.modules()}
+    state: dict[Any, Any] = {}
+    for fqn, module in root.named_modules():
+        for name, buffer in module._buffers.items() if module not in metrics else ():
+            if buffer is not None:
+                state[fqn, name] = _fingerprint(buffer, by_content)
+    for path, leaf in reachable_leaves(root, metrics):
+        if isinstance(leaf, Tensor):
+            state[path] = _fingerprint(leaf, by_content)
+        elif isinstance(leaf, numpy.ndarray):
+            state[path] = leaf.shape, leaf.dtype.str, zlib.crc32(numpy.ascontiguousarray(leaf).tobytes())
+        elif isinstance(leaf, float | int | str | numpy.generic):
+            state[path] = leaf.item() if isinstance(leaf, numpy.generic) else leaf
+    return state
+
+
+def _fingerprint(tensor: Tensor, by_content: bool) -> tuple[Any, ...]:
+    identity = id(tensor), tensor._version, storage_id(tensor)
+    tensor = as_plain_tensor(tensor)
+    if not by_content or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_quantized:
+        return identity
+    numbers = torch.nan_to_num(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64))
+    return *identity, numbers.sum().item(), numbers.abs().sum().item()

@@ -1,0 +1,291 @@
+"""Log entries: one per key and call of ``self.log`` in a step, with a value for each microbatch; their reduction."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hybrid.patching import replace
+from lightning_hybrid.step.standins.absent_tensors import MARK, is_absent
+
+NUMBER = object()  # in place of a logged object, where a number was logged
+
+Key: TypeAlias = tuple[str, int]  # the logged name, and how often the step has logged it before
+
+
+def keys_of(names: Iterable[str]) -> Iterator[Key]:
+    """The keys of the names that one run of a step logs, in the order of its calls."""
+    times: Counter[str] = Counter()
+    for name in names:
+        yield name, times[name]
+        times[name] += 1
+
+
+class MeasuredLogs(Protocol):
+    """What a comparison of a batch with its parts has found of logged keys; attributes as of ``LossWeighting``."""
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """Keys that weigh by samples."""
+
+    @property
+    def reductions(self) -> tuple[tuple[Key, str], ...]:
+        """Keys that are known to be a mean, sum or extreme of those of parts."""
+
+    @property
+    def unexplained(self) -> tuple[tuple[Key, float, float], ...]:
+        """Keys that are none of these."""
+
+
+@dataclass
+class Entry:
+    """One call of ``self.log`` over all microbatches.
+
+    Attributes:
+        name: The logged key.
+        metric: The Metric object logged, if it was one; its value is that of the step.
+        guesses: By microbatch, a Python number computed from a recorded size, which another rank may know exactly; NaN
+            otherwise.
+        other: The logged object, if it is no number at all; an overridden ``log`` may accept it.
+        value: Index of the logged value in the step graph, if it is one.
+        kwargs: The other arguments of the call, those of the last microbatch.
+        values: By microbatch; NaN where the value is on another rank.
+        sizes: The ``batch_size`` argument, by microbatch.
+        origin: The call of a metric that has returned the logged value, if one has.
+        is_python: Whether a Python number was logged.
+        is_integer: Whether an integer tensor was logged: a count.
+        dtype: The dtype of the logged tensor, at least torch's default; numbers have the default, as in Lightning.
+    """
+
+    name: str
+    metric: Metric | None
+    kwargs: dict[str, Any]
+    values: list[float]
+    sizes: list[int | None]
+    dtype: torch.dtype = torch.float32
+    guesses: list[float] = dataclasses.field(default_factory=list)
+    other: Any = NUMBER
+    value: int | None = None
+    origin: Any = None
+    is_python: bool = False
+    is_integer: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it was a number, or a Metric with one."""
+        return self.other is NUMBER
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it was a number that is no value of the step's graph, nor that of a metric."""
+        return self.is_number and self.value is None and self.metric is None and self.origin is None
+
+    @property
+    def how(self) -> str:
+        """Name of the reduction: "mean", "sum", "max", "min", or that of the user's function."""
+        how = self.kwargs.get("reduce_fx", "mean")
+        name = how if isinstance(how, str) else getattr(how, "__name__", "")
+        return "mean" if name == "avg" else name
+
+    def combine(self, weights: Sequence[float], counts: Sequence[int | None], over: str = "") -> float:
+        """The value of the batch, from those of the microbatches; ``reduce_fx`` then reduces over batches and replicas.
+
+        Args:
+            weights: Weights of all microbatches; the values of those that have not logged it are NaN.
+            counts: Their numbers of samples.
+            over: How the value depends on the samples, where it is known: "sum", "max", "min", "mean".
+        """
+        logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
+        values = [self.values[index] for index in logged]
+        is_of_metric = self.metric is not None or self.origin is not None  # then each is that of the batch already
+        if (
+            not is_of_metric
+            and over != "mean"
+            and (how := over or self._known_reduction([counts[index] for index in logged], values))
+        ):
+            plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+            return float(plain[how](values))
+        total = 1.0 if len(logged) == len(weights) else sum(weights[index] for index in logged) or 1.0
+        return sum(value * (weights[index] / total) for value, index in zip(values, logged, strict=True))
+
+    def _known_reduction(self, counts: Sequence[int | None], values: Sequence[float]) -> str:
+        """How a number that no analysis has explained depends on the samples; "" for a mean."""
+        if self.is_integer:
+            return "sum"
+        # What no analysis has explained is taken for what its reduction makes: `x.max().item()` with "max".
+        by_name = self.how if self.value is None and self.how in ("sum", "max", "min") else ""
+        if not self.is_python:
+            return by_name
+        pairs = [(value, count or 0) for value, count in zip(values, counts, strict=True)]
+        is_count = all(value == count or (count > 1 and value % count == 0) for value, count in pairs)
+        if self.how == "sum" and values[0] and is_count:  # samples or tokens; a logged epoch is none
+            return "sum"
+        return "max" if len(set(values)) == 1 else by_name
+
+    def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
+        """A copy of the entry with the values and sizes of other microbatches."""
+        return dataclasses.replace(self, values=values, sizes=sizes)
+
+    def total_kwargs(self) -> dict[str, Any]:
+        """Arguments of one ``log`` call for all microbatches: the batch sizes are summed."""
+        sizes = [size for size in self.sizes if size is not None]
+        return {**self.kwargs, "batch_size": sum(sizes)} if sizes else self.kwargs
+
+
+def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
+    """Entries of one step with their keys, in the order of its calls."""
+    return zip(keys_of(entry.name for entry in entries), entries, strict=True)
+
+
+def describe_unexplained(step: str, key: Key, full: float, mean: float) -> str:
+    """The warning about a logged number for which nothing gives that of a batch from those of its parts."""
+    return (
+        f"{step} logs {key[0]!r}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
+        " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is logged."
+        " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
+        " values are those of the batch, or pass num_microbatches=1 (docs/semantics/logging_and_metrics.md)"
+    )
+
+
+class _Call(NamedTuple):
+    """One call of ``self.log`` in one microbatch; attributes as of an ``Entry``, for this microbatch.
+
+    Attributes:
+        what: The logged object, if it is not a number.
+        node_value: Index of the logged value in the step graph.
+        origin: The call of a metric that has returned it, if one has.
+        is_python: Whether it was a Python number.
+        is_integer: Whether it was an integer tensor.
+    """
+
+    name: str
+    what: Any
+    value: float
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+    node_value: int | None
+    guess: float
+    origin: Any
+    is_python: bool
+    is_integer: bool
+
+
+class LogCapture:
+    """Replaces ``LightningModule.log`` while a step runs."""
+
+    def __init__(self, num_microbatches: int, has_guessed: Callable[[], bool] = bool) -> None:
+        """Set up for so many runs of a step; ``has_guessed`` returns whether a number may come from a recorded size."""
+        self._count, self._has_guessed = num_microbatches, has_guessed
+        self._calls: dict[int, list[_Call]] = {}
+
+    def microbatch(
+        self, root: nn.Module, index: int, origin: Callable[[Any], Any] = lambda value: None
+    ) -> AbstractContextManager[None]:
+        """Capture the calls of one run of the step; a second run (another stage of this rank) adds its values.
+
+        ``origin`` returns the call of a metric that has returned a value.
+        """
+        return _CaptureContext(self._calls, root, index, self._has_guessed, origin)
+
+    def entries(self) -> list[Entry]:
+        """One entry per key and call; values of microbatches that have not logged it are NaN."""
+        entries: dict[Key, Entry] = {}
+        for index in range(self._count):
+            calls = self._calls.get(index, [])
+            for key, call in zip(keys_of(call.name for call in calls), calls, strict=True):
+                what = call.what
+                metric, other = (what, NUMBER) if isinstance(what, Metric) else (None, what)
+                if key not in entries:
+                    values, guesses = [math.nan] * self._count, [math.nan] * self._count
+                    sizes: list[int | None] = [None] * self._count
+                    entries[key] = Entry(call.name, metric, call.kwargs, values, sizes, call.dtype, guesses, other)
+                entry = entries[key]
+                entry.kwargs, entry.sizes[index] = call.kwargs, call.kwargs.get("batch_size")
+                entry.values[index], entry.guesses[index] = call.value, call.guess
+                entry.value, entry.origin = call.node_value, call.origin
+                entry.is_python, entry.is_integer = call.is_python, call.is_integer
+        return list(entries.values())
+
+
+class _CaptureContext(AbstractContextManager[None]):
+    """Replaces ``root.log``. A class, not a generator: it is entered before every forward."""
+
+    def __init__(
+        self,
+        rows: dict[int, list[_Call]],
+        root: nn.Module,
+        index: int,
+        has_guessed: Callable[[], bool],
+        origin: Callable[[Any], Any],
+    ) -> None:
+        self._origin = origin
+        self._rows, self._root, self._index, self._has_guessed = rows, root, index, has_guessed
+        self._calls: list[_Call] = []
+
+    def __enter__(self) -> None:
+        self._undo = replace(self._root, "log", self._log, reason="captures logs of a microbatch")
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._undo()
+        if error is None:
+            calls, earlier = self._calls, self._rows.get(self._index)
+            if earlier is not None and len(earlier) == len(calls):
+                pairs = zip(earlier, calls, strict=True)
+                calls = [old if math.isnan(new.value) and not math.isnan(old.value) else new for old, new in pairs]
+            self._rows[self._index] = calls
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+        kwargs.update(zip(names, args, strict=False))
+        with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
+            number = _number(name, value)
+            what = value if number is None or isinstance(value, Metric) else NUMBER
+            _, index = getattr(value, MARK, None) or (None, None)
+            exact, guess = math.nan if number is None else number, math.nan
+            if not isinstance(value, Tensor | Metric) and self._has_guessed():
+                exact, guess = guess, exact
+            self._calls.append(
+                _Call(name, what, exact, kwargs, _dtype(value), index, guess, self._origin(value), *_kind(value))
+            )
+
+
+def _kind(value: Any) -> tuple[bool, bool]:
+    """Whether a logged value is a Python number, and whether it is an integer tensor."""
+    is_tensor = isinstance(value, Tensor)
+    return not is_tensor and not isinstance(value, Metric), is_tensor and not _is_real(value.dtype)
+
+
+def _is_real(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _dtype(value: Any) -> torch.dtype:
+    default = torch.get_default_dtype()
+    return torch.promote_types(value.dtype, default) if isinstance(value, Tensor) else default
+
+
+def _number(name: str, value: Any) -> float | None:
+    """The logged value as a number; NaN if it is on another rank, None if it is no number."""
+    if isinstance(value, Metric):
+        value = getattr(value, "_forward_cache", None)
+        if value is None:
+            return float("nan")
+    if is_absent(value):
+        return float("nan")
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"self.log({name!r}, ...) needs one number, but the tensor has shape {tuple(value.shape)}")
+        return float(value.detach())
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,1 +1,0 @@
-"""Weights of the losses of microbatches in the loss of the batch."""

@@ -1,0 +1,488 @@
+"""Microbatch weights of the means that a recorded step takes over labels or masks of the batch.
+
+The counts must be known before the first backward, so the step first runs on each microbatch without the model's
+arithmetic; only steps with such a mean do this, and not where all labels are from the batch and none is ignored. Where
+a sum is divided by a number computed from the batch, it runs so on the full batch too: the number of the batch need not
+be the sum of the microbatches' (``count.clamp(min=1)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.pipeline.compare import trained_without_draws
+from lightning_hybrid.pipeline.logs import LogCapture
+from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
+from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.traces import Call, TraceCache
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+    BatchSplitter,
+    batch_size_of,
+    copied_batch,
+    neighbouring_microbatches,
+    split,
+    without_last_sample,
+)
+from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import Count, uneven_masks, weights_differ
+from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
+from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share, count, labels_of, picked_rows
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import is_sum_over_samples, matching_values
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.step.objects.pytree import tensors_inside
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageReplay
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+
+_MAX_CACHED = 512
+_EQUAL = 1e-12
+_IGNORED = frozenset({-100})  # torch's default ``ignore_index``
+MeanWeights = Sequence[Mapping[int, Share]]
+
+
+class ComparedLoss(NamedTuple):
+    """The loss of a batch, and of its microbatches by two weightings.
+
+    Attributes:
+        full: The loss of the batch.
+        by_means: With the weights of recorded means.
+        by_samples: All of it weighted by samples.
+        dtype: The dtype in which the losses were rounded.
+    """
+
+    full: float
+    by_means: float
+    by_samples: float
+    dtype: torch.dtype
+
+    def agrees(self, other: float) -> bool:
+        """Whether a loss of the microbatches is that of the batch."""
+        return is_same(self.full, other, self.dtype)
+
+
+@dataclass(frozen=True)
+class _EvenCounts:
+    """A batch whose microbatches had equal counts of labels per sample; so do others in which no label is ignored.
+
+    Attributes:
+        state: Attributes of the modules around units at that time.
+        ignored: The labels that do not count.
+    """
+
+    state: list[Any]
+    ignored: frozenset[int]
+
+
+class LossMeanWeights:
+    """Computes and caches the weights of recorded means, for the steps of one module.
+
+    Attributes:
+        unknown: The line of a mean whose counts differed between microbatches and that cannot be weighted by them.
+    """
+
+    def __init__(self, root: nn.Module, plan: StagePlan, choice: TraceCache, randomness: KeyedRandomness) -> None:
+        """Set up for the user's module, its stage plan and trace cache; ``randomness`` keys random numbers of steps."""
+        self._root, self._plan, self._traces, self._randomness = root, plan, choice, randomness
+        self.unknown = ""
+        self._terms: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
+        self._sums: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
+        self._replays: BoundedLRUDict[TraceVariant, DenominatorReplay] = BoundedLRUDict(_MAX_CACHED)
+        self._even: BoundedLRUDict[tuple[TraceVariant, ...], _EvenCounts] = BoundedLRUDict(_MAX_CACHED)
+
+    def of(
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        weights: Sequence[float],
+    ) -> MeanWeights:
+        """The weights of operations that average, by microbatch and node; empty where all weigh by samples.
+
+        Args:
+            call: The call of the step.
+            variants: The trace of each microbatch.
+            batch: The full batch.
+            microbatches: The batch, split.
+            weights: The weights by which everything else is averaged.
+        """
+        terms = self._terms_of(variants) if len(variants) > 1 else frozenset()
+        if not terms:
+            return ()
+        graph = variants[0].assignment.graph
+        key = tuple(variants)
+        even = self._even.get(key)
+        state = self._traces.attributes_around_units(variants[0])
+        if even is not None and even.state == state and not _contains_any(batch, even.ignored):
+            return ()
+        labels: list[dict[int, tuple[int, int]]] = []
+        counted = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
+        if counted is None:
+            return ()
+        if _have_even_counts(terms, labels, weights) and not any(_may_change(variant, terms) for variant in variants):
+            ignored = frozenset(one for each in labels for _, one in each.values())
+            self._even[key] = _EvenCounts(state, ignored)
+        divisors = self._full_batch_divisors(
+            call, variants, batch, {n for n in terms if graph.nodes[n].averages == "divisor"}
+        )
+        # A factor that differs between microbatches belongs to no mean.
+        products = [n.index for n in graph.nodes if n.averages in ("product", "divisor") and n.index not in divisors]
+        factors = {n: {counts.get(n) for counts in counted} for n in products}
+        uneven = {n for n, each in factors.items() if len(each) > 1 or None in each}
+        self_weighted = {n for n in terms if uneven & reached_by(n, graph)}
+        shares: list[dict[int, Share]] = [{} for _ in variants]
+        for term in terms:
+            parts = [found.get(term) for found in counted]
+            counts = [part for part in parts if part is not None]
+            divides = graph.nodes[term].averages == "divisor"
+            if len(counts) < len(parts) or (divides and (term not in divisors or term in self_weighted)):
+                is_unknown = term not in self_weighted and _are_uneven(counts, weights)
+                self.unknown = self.unknown or (graph.nodes[term].line if is_unknown else "")
+                continue
+            total = divisors.get(term, sum(counts))
+            if not total or any(weight == 0 for weight in weights):
+                continue
+            made = [Share(count / total / of, total * of) for count, of in zip(counts, weights, strict=True)]
+            for by_node, share in zip(shares, made, strict=True):
+                if term in self_weighted:  # the step itself weighs it, unless it is a mean over no element
+                    by_node |= {} if share.factor else {term: share}
+                elif any(abs(each.factor - 1) > _EQUAL for each in made):
+                    by_node[term] = share
+        return shares
+
+    def recorded_terms(self, call: Call, variants: Sequence[TraceVariant], batch: Any) -> frozenset[int]:
+        """The nodes whose means over data-dependent counts are weighted by these; arguments as for ``of``."""
+        terms, graph = self._terms_of(variants), variants[0].assignment.graph
+        divisions = {node for node in terms if graph.nodes[node].averages == "divisor"}
+        return terms - divisions | self._divided_sums(call, variants, batch, divisions)[1]
+
+    def weighs(
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        weights: Sequence[float],
+    ) -> bool:
+        """Whether losses of microbatches may weigh by another count than samples; arguments as for ``of``."""
+        shares = self.of(call, variants, batch, microbatches, weights)
+        graph = variants[0].assignment.graph
+        if any(shares):
+            return any(leads_to_loss(term, graph) for term in frozenset[int]().union(*shares))
+        if not any(leads_to_loss(term, graph) for term in self._terms_of(variants)):
+            return False
+        even = self._even.get(tuple(variants))
+        return _contains_any(batch, _IGNORED if even is None else even.ignored)
+
+    def compare_halves(
+        self, call: Call, batch: Any, splitter: BatchSplitter | None, note: Callable[[Exception], object]
+    ) -> list[ComparedLoss]:
+        """Compare the loss of a batch with that of its halves, of even and uneven sizes.
+
+        Args:
+            call: The call of the step.
+            batch: Its batch.
+            splitter: Splits it, if it is no tree of tensors.
+            note: Takes an error that prevents a comparison.
+        """
+        found = []
+        for some in (batch, without_last_sample(batch)):  # halves of both have the size of a recorded microbatch
+            try:
+                parts, weights = split(some, 2, splitter)
+                compared = self._compare(call, self._traces.choose(call, parts), some, parts, weights)
+            except Exception as error:  # the step needs more samples, or more memory than there is
+                note(error)
+                continue
+            found += [] if compared is None else [compared]
+        return found
+
+    def _compare(
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        weights: Sequence[float],
+    ) -> ComparedLoss | None:
+        """The loss of a batch, and that of its weighted microbatches; None if the step draws random numbers.
+
+        The step runs in training mode without dropout, on this rank alone, which has all layers; its effects are
+        undone. Arguments as for ``of``.
+        """
+        shares = self.of(call, variants, batch, microbatches, weights) or [{} for _ in variants]
+        names, totals = self._plan.names(), [0.0, 0.0]
+        with trained_without_draws(self._root, self._randomness, []) as undo:
+            with torch.no_grad(), call.context(), LogCapture(1).microbatch(self._root, 0):
+                full = find_loss(call.on(copied_batch(batch)))
+                dtype = rounded_as(full)
+            if not undo():
+                return None
+            for index, (variant, part, weight) in enumerate(zip(variants, microbatches, weights, strict=True)):
+                replay = _as_one_stage(variant, self._root, self._randomness)
+                for which, of_means in enumerate((shares[index], {})):
+                    with call.dry_run(self._root, [replay], self._randomness, index) as current:
+                        run = replay.run(partial(call.on, copied_batch(part)), {}, names, current, of_means)
+                    totals[which] += weight * float(run.made[variant.loss].detach())
+                    undo()
+        return ComparedLoss(float(full), totals[0], totals[1], dtype)
+
+    def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
+        """Whether microbatches run different operations, and some average over a data-dependent count."""
+        graphs = [variant.assignment.graph for variant in dict.fromkeys(variants)]
+        differ = any(_operations(graph) != _operations(graphs[0]) for graph in graphs[1:])
+        return differ and any(data_dependent_means(graph, sizes_differ=False) for graph in graphs)
+
+    def _terms_of(self, variants: Sequence[TraceVariant]) -> frozenset[int]:
+        key = tuple(dict.fromkeys(variants))
+        if key not in self._terms:
+            graphs = [variant.assignment.graph for variant in key]
+            same_structure = all(_operations(graph) == _operations(graphs[0]) for graph in graphs[1:])
+            self._terms[key] = (
+                data_dependent_means(graphs[0], sizes_differ=len(graphs) > 1) if same_structure else frozenset()
+            )
+        return self._terms[key]
+
+    def _full_batch_divisors(
+        self, call: Call, variants: Sequence[TraceVariant], batch: Any, divisions: set[int]
+    ) -> Mapping[int, float]:
+        """The divisors of sums over samples in the full batch, by node."""
+        full, sums = self._divided_sums(call, variants, batch, divisions)
+        counted = self._counted(call, [(full, batch)]) if full is not None and sums else None
+        return {} if counted is None else {n: count for n, count in counted[0].items() if n in sums}
+
+    def _divided_sums(
+        self, call: Call, variants: Sequence[TraceVariant], batch: Any, divisions: set[int]
+    ) -> tuple[TraceVariant | None, frozenset[int]]:
+        """The trace of the full batch, and the nodes among ``divisions`` that divide a sum over its samples."""
+        full = self._traces.trace_of_full_batch(call, batch) if divisions else None
+        if full is None:
+            return None, frozenset()
+        key = (variants[0], full)
+        if key not in self._sums:
+            self._sums[key] = _sums(variants[0].assignment.graph, full.assignment.graph, divisions)
+        return full, self._sums[key]
+
+    def _counted(
+        self,
+        call: Call,
+        parts: Sequence[tuple[TraceVariant, Any]],
+        *,
+        labels: list[dict[int, tuple[int, int]]] | None = None,
+    ) -> list[dict[int, float]] | None:
+        """The counts of each microbatch, by node; None if the step cannot run without the model's arithmetic."""
+        inside = {module for unit in self._plan.units.values() for module in unit.modules()}
+        start = ModuleSnapshot(self._root, without=inside, unhooked=inside)
+        names = self._plan.names()
+        counted = []
+        try:
+            for index, (variant, part) in enumerate(parts):
+                replay = self._replay(variant)
+                with (
+                    self._traces.copy_for_dry_run(call, part) as copied,
+                    call.dry_run(self._root, [replay], self._randomness, index) as current,
+                ):
+                    replay.memory = frozenset(storage_id(tensor) for tensor in tensors_inside(copied))
+                    replay.run(partial(call.on, copied), {}, names, current)
+                counted.append(replay.counts)
+                if labels is not None:
+                    labels.append(dict(replay.labels))
+        except Exception:  # an error of the step is raised where it runs
+            return None
+        finally:
+            start.restore()
+        flat = [count for counts in counted for count in counts.values()]
+        numbers = iter(torch.stack([_number(count) for count in flat]).tolist() if flat else ())
+        return [{node: next(numbers) for node in counts} for counts in counted]
+
+    def _replay(self, variant: TraceVariant) -> DenominatorReplay:
+        if variant not in self._replays:
+            self._replays[variant] = DenominatorReplay(
+                variant.recording, variant.assignment, self._root, self._randomness
+            )
+        return self._replays[variant]
+
+
+def _as_one_stage(variant: TraceVariant, root: nn.Module, randomness: KeyedRandomness) -> StageReplay:
+    """A replay of all stages of a trace as one."""
+    given = variant.assignment
+    nodes, values = (0,) * len(given.node_stage), (0,) * len(given.value_stage)
+    one = replace(given, num_stages=1, node_stage=nodes, value_stage=values, portals={})
+    return StageReplay(variant.recording, one, root, randomness, stage=0)
+
+
+def _have_even_counts(
+    terms: frozenset[int], labels: Sequence[Mapping[int, tuple[int, int]]], weights: Sequence[float]
+) -> bool:
+    """Whether all means are over labels of the batch itself, equally many of each sample."""
+    return all(
+        all(term in each for each in labels)
+        and all(
+            abs(each[term][0] * weights[0] - labels[0][term][0] * weight) < _EQUAL * labels[0][term][0]
+            for each, weight in zip(labels, weights, strict=True)
+        )
+        for term in terms
+    )
+
+
+def _are_uneven(counts: Sequence[float], weights: Sequence[float]) -> bool:
+    """Whether microbatches have other shares of their counts than of the samples."""
+    total = sum(counts)
+    return any(
+        abs(count - weight * total) > _EQUAL * abs(total) for count, weight in zip(counts, weights, strict=False)
+    )
+
+
+def _may_change(variant: TraceVariant, terms: frozenset[int]) -> bool:
+    """Whether the step may have other counts with a batch of the same shapes."""
+    graph = variant.assignment.graph
+    dynamic = any(graph.values[value].dynamic for term in terms for value in graph.nodes[term].inputs)
+    return dynamic or bool(variant.recording.unguarded_state)
+
+
+def _contains_any(batch: Any, numbers: Collection[int]) -> bool:
+    """Whether any of these numbers is in the integer tensors of a batch."""
+    matches = [
+        (tensor == number).any()
+        for tensor in tensors_inside(batch)
+        if not (tensor.is_floating_point() or tensor.is_complex())
+        for number in numbers
+    ]
+    return bool(torch.stack(matches).any()) if matches else False
+
+
+def _number(count: Tensor | float) -> Tensor:
+    return torch.as_tensor(count).detach().double().cpu().reshape(())
+
+
+def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return [(node.name, node.inputs, node.outputs) for node in graph.nodes]
+
+
+def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[int]:
+    """The nodes among ``divisions`` that divide a sum over the samples."""
+    if [node.name for node in part.nodes] != [node.name for node in full.nodes]:
+        return frozenset()
+    pairs = matching_values(part, full)
+    return frozenset(node for node in divisions if is_sum_over_samples(full.nodes[node].inputs[0], part, full, pairs))
+
+
+class DenominatorReplay(StageReplay):
+    """A stage without operations; counts the elements, rows or labels of each mean.
+
+    Attributes:
+        counts: Denominators of the latest run, by node index.
+        labels: Number of labels of a node if they are a tensor of the batch, and the ignored label, by node index.
+        memory: ``storage_id`` of the tensors in the batch; set before a run.
+    """
+
+    counts: dict[int, Tensor | float]
+    labels: dict[int, tuple[int, int]]
+    memory: frozenset[int]
+
+    def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
+        """Create a function mode that counts; ``received`` are tensors of other stages by index, of any shapes."""
+        return _DenominatorWatch(self, received, parameters)
+
+
+class _DenominatorWatch(ReplayWatch):
+    """Skips every event, and counts before."""
+
+    def __init__(self, replay: DenominatorReplay, *rest: Any) -> None:
+        super().__init__(replay, *rest)
+        self._replay = replay
+        replay.counts, replay.labels = {}, {}
+        # Row counts of values whose size depends on the content of the batch.
+        self._rows: dict[int, Tensor | float] = {}
+        self._call: tuple[Any, Any] = (), {}
+
+    def event(self, name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]) -> Any:
+        self._call = args, kwargs
+        return super().event(name, run, args, kwargs, owned)
+
+    def _skip(self, node: Node, leaves: list[Any]) -> Any:
+        args, kwargs = self._call
+        rows: Tensor | float | None = picked_rows(node.name, args, kwargs, self.is_model_value)
+        if rows is None:
+            rows = next((self._rows[value] for value in node.inputs if value in self._rows), None)
+        found = rows if node.averages == "rows" else None
+        if node.averages not in ("", "inverse", "sum", "rows"):
+            found = count(node.averages, node.name, args, kwargs, self.is_model_value)
+        if found is not None:
+            self._replay.counts[node.index] = found
+        if node.averages == "classes" and (found_labels := labels_of(node.name, args, kwargs)) is not None:
+            labels, ignored = found_labels
+            if storage_id(labels) in self._replay.memory:
+                self._replay.labels[node.index] = labels.numel(), ignored
+        if rows is not None:
+            self._rows.update((value, rows) for value in node.outputs if self._values[value].shape)
+        return super()._skip(node, leaves)
+
+
+_MAX_TRIED = 8  # masks that turned out not to be those of the loss
+
+
+class LossWeightFinder:
+    """Finds the weights of microbatches in the loss of one step.
+
+    Attributes:
+        now: The weighting found so far.
+    """
+
+    def __init__(self, splitter: BatchSplitter | None, inform: Callable[[str], None]) -> None:
+        """Set up for the user's ``splitter`` of batches; ``inform`` prints a message on the first rank."""
+        self.now = LossWeighting()
+        self._splitter, self._inform = splitter, inform
+        self._tried = set[Count]()
+
+    def is_open(self, batch: Any, count: int) -> bool:
+        """Whether a batch can show a weighting that is not known yet.
+
+        Args:
+            batch: The full batch.
+            count: Number of microbatches to split it into.
+        """
+        if not self._can_be_split(batch, count):
+            return False
+        if self.now.counts:
+            return weights_differ(self.now.counts, split(batch, count, self._splitter)[0])
+        return len(self._tried) < _MAX_TRIED and bool(self._new_masks(batch, count))
+
+    def two_parts(self, batch: Any, count: int) -> Any:
+        """Two neighbours of ``count`` microbatches, as one batch; a pair with different mask counts if there is one.
+
+        A splitter of the user has no rows to take: then it is one of half as many parts.
+        """
+        if self._splitter is None and count > 1 and self._can_be_split(batch, count):
+            pairs = neighbouring_microbatches(batch, count)
+        else:
+            pairs = split(batch, max(1, count // 2), self._splitter)[0]
+        return next((pair for pair in pairs if self.is_open(pair, 2)), pairs[0])
+
+    def learn(self, found: LossWeighting, batch: Any, count: int) -> None:
+        """Adopt the weighting that a batch has shown; arguments as for ``is_open``."""
+        if self._can_be_split(batch, count):
+            self._tried |= self._new_masks(batch, count)
+        if found.mixes:
+            self.now = found
+        elif found.counts:
+            if not self.now.counts:
+                self._inform(found.describe(batch))
+            self.now = found._replace(counts=tuple(c for c in found.counts if c in self.now.counts) or found.counts)
+        else:
+            self.now = self.now._replace(counts=self.now.counts[:1])
+        self.now = self.now._replace(reductions=found.reductions or self.now.reductions)
+
+    def _can_be_split(self, batch: Any, count: int) -> bool:
+        size = batch_size_of(batch)
+        return count > 1 and (self._splitter is not None or (size is not None and size >= count))
+
+    def _new_masks(self, batch: Any, count: int) -> set[Count]:
+        return uneven_masks(batch, *split(batch, count, self._splitter)) - self._tried

@@ -1,0 +1,496 @@
+"""The step runner for one pipeline stage: plain Python on real values, microbatch by microbatch.
+
+Nothing is recorded or replayed: a step may branch on values, change from batch to batch, and read any value. Sharding
+of a layer (parameters, sequence positions, experts) and its recomputation are part of the layer's forward. A batch is
+split into microbatches, each of which runs forward and backward before the next one; gradients add up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.compare import compare_gradients
+from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
+from lightning_hybrid.pipeline.logs import Key, describe_unexplained
+from lightning_hybrid.pipeline.means import LossWeightFinder
+from lightning_hybrid.pipeline.measure import (
+    LossWeighting,
+    agree_on_weighting,
+    measure_weighting,
+)
+from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult, TrainContext
+from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
+from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
+from lightning_hybrid.pipeline.shares import (
+    CHANGES_MODULES,
+    RUNS_OTHER_LINES,
+    BatchShare,
+    BatchSharing,
+    MicrobatchLoop,
+    MicrobatchResults,
+)
+from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.recording import record_once, record_variant
+from lightning_hybrid.pipeline.unpartitioned import PlainStepRandomness, UnpartitionedSteps
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+    BatchSplitter,
+    batch_size_of,
+    check_count,
+    copied_batch,
+    halves,
+    split,
+    why_unsplit,
+)
+from lightning_hybrid.step.instrument.slow_attention import slow_attention
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
+from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch, compiled_wrappers, has_compiled_methods
+
+_MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up
+
+
+class PlainRunner(MicrobatchRunner):
+    """Runs any step of one module whose layers are all on this rank, in full or sharded.
+
+    Attributes:
+        needs_weighting_check: Whether a training batch must still be compared with its shares.
+        recording_error: Why the step could not be recorded before the run, whatever its branches; None if it was.
+        stores_rows_of_samples: Whether training steps have stored tensors on modules that may have a row per sample.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: StagePlan,
+        randomness: KeyedRandomness,
+        *,
+        num_microbatches: int | None,
+        splitter: BatchSplitter | None,
+        replica: int,
+        metrics: MetricSync,
+        unpartitioned: UnpartitionedSteps,
+        shares: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
+        warn: Callable[[str], None],
+        inform: Callable[[str], None],
+    ) -> None:
+        """Prepare to run steps.
+
+        Args:
+            root: The user's module.
+            plan: A plan of one stage.
+            randomness: Keys the random numbers of steps.
+            num_microbatches: The number that the user requested; None for an automatic choice.
+            splitter: Splits batches, where the user has passed one.
+            replica: Data-parallel rank.
+            metrics: Synchronizes the metrics of the module.
+            unpartitioned: As for ``MicrobatchRunner``.
+            shares: The ranks that share the batches of a replica.
+            everyone: These ranks and those of all other replicas.
+            warn: Warns the user, on the first rank.
+            inform: Prints information, on the first rank.
+        """
+        super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
+        self._root, self._randomness, self._replica, self._metrics = root, randomness, replica, metrics
+        self.stores_rows_of_samples = False
+        self.recording_error: Exception | None = None
+        layers = find_layers(choose_units(root, 1))
+        self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
+        self._compiled_methods = has_compiled_methods(root)
+        self._sharing, self._warn = BatchSharing(shares, everyone), warn
+        self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
+        self._first_changes: ModuleChanges | None = None  # by the first training batch
+        self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
+        self._warned = set[Key]()  # logged keys that are none of those of microbatches
+        self._num_small = 0  # batches that could not be compared with their shares
+        self._weighting = LossWeightFinder(splitter, inform)
+        self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``
+        self._has_backward_code: bool | None = None  # whether code of the user runs in backwards; None if not known
+        self._is_stopped = False  # after the first forward of a step
+        self.needs_weighting_check = True
+        self._draws = PlainStepRandomness(root, randomness, self.guards)
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether no weights of microbatches are known to give the loss of the batch, the same on all ranks."""
+        return self._weighting.now.mixes
+
+    @property
+    def unsplit_step_names(self) -> frozenset[str]:
+        """Names of steps whose batches are not split into microbatches, so far."""
+        return frozenset({"training_step"} if self.mixes_samples else ())
+
+    def gather_outputs(self, may_be_sharded: bool) -> None:
+        """Gather the outputs of layers at the end of a step, if they may be sharded."""
+        self.gathers_outputs = may_be_sharded
+
+    @property
+    def can_share_batches(self) -> bool:
+        """Whether there are ranks to share batches with."""
+        return self._sharing.size > 1
+
+    @property
+    def runs_shares(self) -> bool:
+        """Whether training steps run on shares of a batch: only once a step is known to leave its modules unchanged."""
+        return self.can_share_batches and self._leaves_changes is False
+
+    @property
+    def can_roll_back_step(self) -> bool:
+        """Whether a training step may be rolled back, since it changes modules by its share of the batch."""
+        return self.runs_shares
+
+    def record(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Record the step for the observers of units, with guesses for its branches; errors leave layers unsharded."""
+        once = self._on_first_microbatch(name, step, args)
+        if isinstance(variant := self._record_with_guesses(name, once, context), Exception):
+            self.recording_error = variant
+            return
+        with contextlib.ExitStack() as watching:
+            for watch in self.unit_observers:
+                watching.enter_context(watch(variant))
+            units = variant.recording.units
+            for guesses in GUESSES:
+                with contextlib.suppress(Exception):
+                    again = record_once(self.plan, name, once, units, context, train=False, guesses=guesses)
+                    if not again.has_guesses:
+                        break  # others would be equal
+
+    def why_not_recordable(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> Exception | None:
+        """Why the step cannot be recorded, whatever its branches; arguments as for ``record``."""
+        variant = self._record_with_guesses(name, self._on_first_microbatch(name, step, args), context)
+        return variant if isinstance(variant, Exception) else None
+
+    def _on_first_microbatch(self, name: str, step: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
+        batch, *rest = args
+        first = split(batch, self.count(name, batch), self.splitter)[0][0]
+        return lambda: step(copied_batch(first), *rest)  # a step may write into its batch
+
+    def _record_with_guesses(
+        self, name: str, step: Callable[[], Any], context: Callable[[], AbstractContextManager[Any]]
+    ) -> TraceVariant | Exception:
+        """Record the step with the first guesses that work; the last error if none do."""
+        found: TraceVariant | Exception
+        for guesses in GUESSES:
+            try:
+                return record_variant(self.plan, name, step, context, train=False, guesses=guesses)
+            except Exception as error:
+                found = error
+        return found
+
+    def count(self, name: str, batch: Any) -> int:
+        """Number of microbatches: steps without a backward run on the full batch, as do objectives that mix samples."""
+        if name != "training_step" or self.mixes_samples:
+            return 1
+        if name not in self._full:
+            check_count(batch, self._num_microbatches)
+            if (self._num_microbatches or 1) > 1 and (reason := why_unsplit(batch, self.splitter)):
+                self._full[name] = 1, 1
+                self._warn(
+                    f"num_microbatches={self._num_microbatches}, but the batch cannot be split: {reason}; it runs"
+                    " unsplit. Pass batch_splitter=function(batch, count) -> list of batches"
+                )
+        return super().count(name, batch)
+
+    def run_full_batches(self) -> None:
+        """Let ranks that could share batches run all of them in full."""
+        if self._sharing.size > 1:
+            self._leaves_changes, self.needs_weighting_check = True, False
+
+    def num_backwards(self, batch: Any) -> int:
+        """Backwards of a training step on this rank."""
+        if self._sharing.size > 1 and not self.runs_shares:
+            return 1
+        return self._sharing.count(batch, self.count("training_step", batch), self.splitter) or 1
+
+    def run(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        step_number: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        train: TrainContext | None = None,
+        share_output: bool = True,
+        manual_optimization: bool = False,
+    ) -> StepResult:
+        """Run one step of the user's module on a full batch, as ``MicrobatchRunner.run`` describes."""
+        batch, *rest = args
+        trains = train is not None or manual_optimization
+        count = 1 if manual_optimization else self.count(name, batch)
+        share = self._batch_share(batch, count, trains=trains, manual_optimization=manual_optimization)
+        weights, loss_weights, seeds = _weights(share, train)
+        appended = AppendedEntries(self._root) if trains and share.total > 1 else None
+        is_compared = train is not None and self._sharing.size > 1 and not self._leaves_changes
+        changes = ModuleChanges(self._root, by_content=self.needs_weighting_check) if is_compared else None
+        runs_share = train is not None and self.runs_shares
+        may_stop = train is not None and self._has_backward_code is None and share.is_complete
+        snapshot = StepSnapshot(self._root) if runs_share or may_stop else None
+        first = self._replica * share.total + share.first
+        with (
+            contextlib.closing(ParameterGradients(self._root, share.is_complete and train is not None)) as gradients,
+            self._randomness.isolated() if not manual_optimization else contextlib.nullcontext(),
+            torch.set_grad_enabled(trains or torch.is_grad_enabled()),
+            self._metrics.step(),
+            self._layers(),
+        ):
+            of_code = is_compared, self._stops(share, train), self._scales_gradients
+            loop = MicrobatchLoop(self, share, gradients, *of_code)
+            loop.run(
+                lambda microbatch: step(microbatch, *rest),
+                context,
+                None if manual_optimization else lambda index: self._draws.keyed(name, step_number, first + index),
+                self._metrics.calls,
+                train,
+                seeds,
+                appended,
+            )
+        self._scales_gradients = loop.scales_gradients
+        if self._is_stopped:
+            self._is_stopped, self.needs_weighting_check = False, True
+            return _rolled_back(snapshot, gradients, "has code in its backward, and is compared with its batch")
+        has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
+        is_read = manual_optimization or (share_output and has_other_outputs)
+        outputs = loop.outputs if not trains or is_read or self._sharing.size == 1 else []
+        by_samples = self._weighting.now.keys
+        results = loop.results(weights, loss_weights, by_samples, outputs, {} if appended is None else appended.rows)
+        results = self._exchange(results, share, changes, loop.calls)
+        if runs_share and not self.runs_shares:  # the results are those of a share
+            return _rolled_back(snapshot, gradients, "does something new, and would run on full batches")
+        self._metrics.finish(results.call_metrics)
+        if appended is not None:
+            appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
+        loss = _as_tensor(results.loss, loop.losses)
+        return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs())
+
+    def _stops(self, share: BatchShare, train: TrainContext | None) -> Callable[[bool], bool] | None:
+        """A function that learns from the first microbatch whether code of the user runs in backwards; None if known.
+
+        It returns whether the step must stop there: it is compared with its batch before it runs.
+        """
+        if train is None or self._has_backward_code is not None or (self._sharing.size == 1 and not share.is_complete):
+            return None
+
+        def learn(has_code: bool) -> bool:
+            self.active.settle()  # other ranks may still gather layers of their forwards
+            self._has_backward_code = self._sharing.any_rank(has_code)
+            self._is_stopped = self._has_backward_code and share.is_complete and train.weigh is None
+            return self._is_stopped
+
+        return learn
+
+    def _exchange(
+        self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]
+    ) -> MicrobatchResults:
+        """Gather the results of all shares of a batch, and learn what the step has changed on the modules."""
+        results.metric_calls, results.reductions = self._metrics.calls.calls, dict(self._weighting.now.reductions)
+        if changes is not None:
+            results.calls = frozenset(calls)
+            results.news = CHANGES_MODULES if changes.something() else RUNS_OTHER_LINES if calls - self._calls else 0
+        if share.ranks > 1:
+            results.checksum = share.checksum
+            results = self._sharing.gather(results)
+        if self.needs_weighting_check:
+            self._first_changes, self._calls = changes, self._calls | calls
+        elif changes is not None:
+            is_gathered = share.ranks > 1 and self._sharing.are_all
+            self._learn(results.news if is_gathered else self._sharing.max_over_ranks(results.news))
+        return results
+
+    def recheck_weighting(self) -> None:
+        """Compare the next batch with its shares again: the weights of loss terms may depend on the step number."""
+        if self.runs_shares:
+            self._leaves_changes, self.needs_weighting_check = None, True
+
+    def _learn(self, news: int) -> None:
+        """Adopt the changes that any rank has found after a training batch: the next one may have to run unsplit."""
+        if news == CHANGES_MODULES:
+            self._leaves_changes = True
+        elif news == RUNS_OTHER_LINES:
+            self._leaves_changes, self.needs_weighting_check = None, True
+
+    def decide(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        compares: bool,
+        is_written: bool,
+        has_room: bool = True,
+    ) -> None:
+        """Compare a training batch with its shares, to find their weights in its loss.
+
+        Ranks that could share batches have run it in full. Where its loss is no mean over shares, or the step has
+        changed its modules by the batch, each rank runs all batches. With microbatches, the batch has not run yet.
+
+        Args:
+            step: As for ``run``.
+            args: As for ``run``.
+            context: As for ``run``.
+            compares: Whether to test the loss; otherwise it is assumed to be a mean over shares.
+            is_written: Whether the step has written parameters.
+            has_room: Whether gradients are compared; otherwise there is no memory for those of two microbatches.
+        """
+        self.needs_weighting_check, changes = False, self._first_changes
+        batch, *rest = args
+        count = self.count("training_step", batch)
+        if changes is not None:
+            self.stores_rows_of_samples = changes.rows(batch_size_of(batch))
+            self._leaves_changes = self._sharing.any_rank(is_written or changes.something())
+            count *= self._sharing.size
+        elif self.splitter is None and (self._num_microbatches or 1) > 1:
+            batch, count = self._weighting.two_parts(batch, count), min(count, 2)  # as much as memory has room for
+        else:
+            return
+        if self._leaves_changes or not compares:
+            return
+        size = batch_size_of(batch)
+        is_small = count < 2 or (self.splitter is None and (size is None or size < count))
+        if self._sharing.any_rank(is_small or is_written):  # layers may be gathered from replicas
+            if changes is not None:  # another batch may be larger
+                self._num_small += 1
+                self.needs_weighting_check = self._num_small < _MAX_SMALL
+                self._leaves_changes = None if self.needs_weighting_check else True
+            return
+
+        self.is_comparing = True
+        try:
+            measured = self._measured(step, batch, rest, count, context, has_room=has_room)
+        finally:
+            self.is_comparing = False
+        found = agree_on_weighting(self._sharing.everyone, measured)
+        if changes is not None:
+            self._leaves_changes = found.mixes
+        self._weighting.learn(found, batch, count)
+        if found.scales_gradients is not None:
+            self._scales_gradients = found.scales_gradients
+        self._warn_of(found)
+
+    def _warn_of(self, found: LossWeighting) -> None:
+        """Warn that batches are not split, or else of logged numbers that are those of microbatches."""
+        if why := found.why_unsplit():
+            self._warn(why)
+            return
+        for key, full, mean in found.unexplained:
+            if key not in self._warned:
+                self._warned.add(key)
+                self._warn(describe_unexplained("training_step", key, full, mean))
+
+    def _measured(
+        self,
+        step: Callable[..., Any],
+        batch: Any,
+        rest: Sequence[Any],
+        count: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        has_room: bool,
+    ) -> LossWeighting:
+        """Measure how the parts of a batch weigh in its loss and gradients; arguments as for ``decide``."""
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            # Copies of metrics return values, which are no means over parts.
+            with self.active.around_step(), context(), self._metrics.calls.microbatch(0, is_full=False):
+                yield
+
+        def once(part: Any) -> Any:
+            return step(part, *rest)
+
+        # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
+        with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
+            how = self.splitter, self._randomness, around, self.is_fatal, self._metrics.calls.origin
+            found = measure_weighting(self._root, once, batch, count, *how)
+            self.active.settle()  # what follows is collective, and other ranks may still gather layers
+            if not has_room:
+                return found
+            one, parts, samples, losses = found.first_with_weights(halves(batch, count, self.splitter))
+            compared = compare_gradients(
+                *(self._root, once, one, parts, samples, losses, self._randomness, around, self.guards.off),
+                *(self._sharing.any_rank, self.is_fatal),
+                is_nonlinear=bool(self._has_backward_code),
+                calls_hooks=self._sharing.size > 1,
+            )
+            found = found.with_gradients(compared)
+            self.active.settle()
+        return found
+
+    def request_weighting_check(self, batch: Any) -> None:
+        """Request a comparison of the next training batch if it can show the weights of its shares; collective."""
+        is_alone = self._sharing.size == 1
+        if (is_alone and (self.splitter is not None or (self._num_microbatches or 1) < 2)) or self._leaves_changes:
+            return
+        now = self._weighting.now  # the same on all ranks
+        if not now.mixes and len(now.counts) != 1 and not self.needs_weighting_check:
+            count = self.count("training_step", batch) * self._sharing.size
+            if self._sharing.any_rank(self._weighting.is_open(batch, count)):
+                self._leaves_changes, self.needs_weighting_check = None, True
+
+    def _batch_share(self, batch: Any, count: int, *, trains: bool, manual_optimization: bool) -> BatchShare:
+        if not trains:
+            parts, weights = split(batch, count, self.splitter)
+            return BatchShare(parts, weights, weights, total=count)
+        # With manual optimization, the number of optimizer steps may be that of the samples, and random numbers are
+        # those of single-process training.
+        if manual_optimization or (self._sharing.size > 1 and not self.runs_shares):
+            return BatchShare([batch], [1.0], [1.0])
+        return self._sharing.of(batch, count, self.splitter, self._weighting.now)
+
+    @contextlib.contextmanager
+    def _layers(self) -> Iterator[None]:
+        """Run layers sharded inside; modules and methods that the user compiled around them run uncompiled."""
+        with self.active.running(), slow_attention():
+            if not self._compiled_around and not (self.active.replaces_layers and self._compiled_methods):
+                yield
+                return
+            self._uncompiled.on()
+            try:
+                yield
+            finally:
+                self._uncompiled.off()
+
+
+def _rolled_back(snapshot: StepSnapshot | None, gradients: ParameterGradients, why: str) -> StepResult:
+    """Roll a step back, and return its result."""
+    assert snapshot is not None
+    gradients.registered.remove()
+    snapshot.restore(why)
+    return StepResult(None, None, [], was_rolled_back=True)
+
+
+def _weights(share: BatchShare, train: TrainContext | None) -> tuple[list[float], list[float], list[float]]:
+    """The weights of microbatches by samples, those of their losses, and those with which backwards start."""
+    if train is None or train.weigh is None:
+        return list(share.weights), list(share.loss_weights), [share.ranks * weight for weight in share.loss_weights]
+    seeds = train.weigh(share.microbatches)
+    weights = [seed / share.ranks for seed in seeds]
+    return weights, weights, seeds
+
+
+def _as_tensor(loss: float | None, losses: Sequence[Tensor | None]) -> Tensor | None:
+    """The loss of the full batch as a scalar tensor, with dtype and device of the local losses."""
+    local = next((one for one in losses if one is not None), None)
+    return None if loss is None else torch.tensor(loss) if local is None else local.new_tensor(loss)

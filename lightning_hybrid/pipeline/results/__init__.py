@@ -1,1 +1,0 @@
-"""Results of a step: logs, metrics, outputs and gradients."""

@@ -1,0 +1,380 @@
+"""Shares of a batch: the ranks of a pipeline each run the user's step on some samples, where it cannot be partitioned.
+
+Their losses are weighted by their numbers of samples, so that gradients are those of the full batch where the loss is
+a mean over samples. Logged values and outputs are gathered on every one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.collectives.agreement import batches_differ, digest
+from lightning_hybrid.pipeline.exchange import detached
+from lightning_hybrid.pipeline.kept import AppendedEntries, Rows, merged
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed, keys_of
+from lightning_hybrid.pipeline.measure import LossWeighting
+from lightning_hybrid.pipeline.runner import MicrobatchRunner, TrainContext, backward_of
+from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, split_weight
+from lightning_hybrid.pipeline.runtime.program import ActionRecorder
+from lightning_hybrid.schedule import Action, Kind
+from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, sizes_of, split
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics, MetricCalls, joined_calls
+from lightning_hybrid.step.instrument.backward_code import BackwardCode
+from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
+from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites, user_call_sites
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """The share of a batch that one rank runs.
+
+    Attributes:
+        microbatches: Run one after the other.
+        weights: Their fractions of the samples; over all ranks they sum to 1.
+        loss_weights: The weights of their losses in that of the full batch; over all ranks they sum to 1.
+        first: Index of the first microbatch among those of the full batch.
+        total: Number of microbatches of the full batch.
+        ranks: Number of ranks that share the batch; 1 if each of them runs all of it.
+        checksum: Checksum of the full batch.
+    """
+
+    microbatches: Sequence[Any]
+    weights: Sequence[float]
+    loss_weights: Sequence[float]
+    first: int = 0
+    total: int = 1
+    ranks: int = 1
+    checksum: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank runs all of several microbatches."""
+        return self.ranks == 1 < self.total
+
+
+class BatchSharing:
+    """The ranks that share the batches of one replica.
+
+    Attributes:
+        rank: The index of this rank.
+        size: The number of ranks.
+        everyone: These ranks and those of other replicas.
+        are_all: Whether there are no other replicas.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
+        """``everyone`` adds the ranks of other replicas to ``group``: they hold shards of the same parameters."""
+        self._group, self.everyone = group, everyone
+        self.rank, self.size = group.rank(), group.size()
+        self.are_all = group.size() == everyone.size()
+
+    def of(self, batch: Any, count: int, splitter: BatchSplitter | None, weighting: LossWeighting) -> BatchShare:
+        """This rank's share of a batch; all of it where there is not a sample for each rank.
+
+        Args:
+            batch: The same on all ranks.
+            count: Number of microbatches that each rank splits its share into.
+            splitter: Splits batches, where the user has passed one.
+            weighting: The weights of microbatches in the loss.
+        """
+        count = self.count(batch, count, splitter)
+        if not count:
+            return BatchShare([batch], [1.0], [1.0])
+        first, total = self.rank * count, self.size * count
+        parts, weights = split(batch, total, splitter)
+        here, loss_weights = slice(first, first + count), weighting.of(parts, weights)
+        checksum = digest(flatten(batch)[0]) if self.size > 1 else 0
+        return BatchShare(parts[here], weights[here], loss_weights[here], first, total, self.size, checksum)
+
+    def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
+        """Microbatches of each share; 0 where there is not a sample for each rank. Arguments as for ``of``."""
+        size = batch_size_of(batch)
+        if splitter is not None or (self.size == 1 and size is None):
+            return count
+        return 0 if size is None else min(count, size // self.size)
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether a condition holds on any rank of any replica; collective over all of them."""
+        return bool(self.max_over_ranks(int(condition)))
+
+    def max_over_ranks(self, number: int) -> int:
+        """The largest number of all ranks of all replicas; collective over them."""
+        rows: list[Any] = [None] * self.everyone.size()
+        dist.all_gather_object(rows, number, group=self.everyone)
+        return max(rows)
+
+    def gather(self, local: MicrobatchResults) -> MicrobatchResults:
+        """All-gather the results of a step that each rank has run on a share; collective.
+
+        Args:
+            local: The results of this rank.
+
+        Raises:
+            RanksDisagree: The ranks have different batches.
+        """
+        rows: list[Any] = [None] * self.size
+        entries: Any = [_picklable(entry) for entry in local.entries]
+        outputs, appended = map_leaves(on_host, local.outputs), map_leaves(on_host, local.appended)
+        calls = map_leaves(on_host, local.metric_calls)
+        sent = replace(local, entries=entries, outputs=outputs, appended=appended, metric_calls=calls)
+        dist.all_gather_object(rows, sent, group=self._group)
+        rows[self.rank] = local
+        if len({row.checksum for row in rows}) > 1:
+            raise batches_differ([row.checksum for row in rows])
+        return MicrobatchResults(
+            weights=[weight for row in rows for weight in row.weights],
+            loss_weights=[weight for row in rows for weight in row.loss_weights],
+            by_samples=local.by_samples,
+            reductions=local.reductions,
+            entries=_joined_entries(rows, self.rank),
+            losses=[loss for row in rows for loss in row.losses],
+            sizes=[size for row in rows for size in row.sizes],
+            outputs=[output for row in rows for output in row.outputs],
+            appended=merged([row.appended for row in rows], [len(row.weights) for row in rows]),
+            metric_calls=joined_calls([(len(row.weights), row.metric_calls) for row in rows]),
+            news=CHANGES_MODULES if _branches_differ(rows) else max(row.news for row in rows),
+        )
+
+
+def _branches_differ(rows: Sequence[MicrobatchResults]) -> bool:
+    """Whether the step took different branches on some shares: it may decide by a number of the batch."""
+    return len({(row.calls, None in row.losses) for row in rows}) > 1
+
+
+def _picklable(entry: Entry) -> Any:
+    """The fields of an entry that other ranks need, as a picklable tuple."""
+    kwargs = {name: value for name, value in entry.kwargs.items() if isinstance(value, _PLAIN)}
+    return entry.name, entry.values, entry.sizes, kwargs, entry.dtype
+
+
+def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]:
+    """The entries of all ranks with their values by microbatch, in the order of the first rank that has each."""
+    counts = [len(row.weights) for row in rows]
+    named = [[entry if isinstance(entry, tuple) else _picklable(entry) for entry in row.entries] for row in rows]
+    by_rank = [{key: index for index, key in enumerate(keys_of(name for name, *_ in entries))} for entries in named]
+    joined = []
+    for key in dict.fromkeys(key for indices in by_rank for key in indices):
+        values: list[float] = []
+        sizes: list[int | None] = []
+        for entries, indices, count in zip(named, by_rank, counts, strict=True):
+            entry = entries[indices[key]] if key in indices else ("", [math.nan] * count, [None] * count)
+            values += entry[1]
+            sizes += entry[2]
+        if key in by_rank[rank]:
+            joined.append(rows[rank].entries[by_rank[rank][key]].with_values(values, sizes))
+        else:
+            owner = next(other for other, indices in enumerate(by_rank) if key in indices)
+            name, _, _, kwargs, dtype = named[owner][by_rank[owner][key]]
+            joined.append(Entry(name, None, kwargs, values, sizes, dtype))
+    return joined
+
+
+RUNS_OTHER_LINES, CHANGES_MODULES = 1, 2  # values of ``MicrobatchResults.news``
+
+
+@dataclass
+class MicrobatchResults:
+    """The results of a step, by microbatch.
+
+    Attributes:
+        weights: Weights of the microbatches by samples.
+        loss_weights: Weights of their losses.
+        by_samples: Logged keys that weigh by samples even where the loss does not.
+        entries: Logged entries, with a value per microbatch; NaN where one has not logged it.
+        losses: None where a microbatch has returned none.
+        sizes: Numbers of samples.
+        outputs: Return values, detached; empty if no code reads them.
+        appended: Entries appended to lists of the user's modules.
+        news: ``CHANGES_MODULES`` if it has changed the modules by its batch in another way; ``RUNS_OTHER_LINES`` if it
+            has run other lines of code than before; else 0.
+        calls: The lines of code that it has run.
+        checksum: Checksum of the full batch.
+        reductions: What logged keys of the batch are of those of the microbatches, where that is known.
+        metric_calls: Calls of metrics, which these make with the full batch in the end.
+    """
+
+    weights: list[float]
+    loss_weights: list[float]
+    by_samples: frozenset[Key]
+    entries: list[Entry]
+    losses: list[float | None]
+    sizes: list[int | None]
+    outputs: list[Any]
+    appended: Rows = field(default_factory=dict)
+    news: int = 0
+    calls: frozenset[int] = frozenset()
+    checksum: int = 0
+    reductions: Mapping[Key, str] = field(default_factory=dict)
+    metric_calls: MetricCalls = field(default_factory=dict)
+
+    def joined_output(self, step: str) -> Any:
+        """The output for the full batch of the step of this name."""
+        return join(self.outputs, self.weights, self.sizes, step=step) if self.outputs else None
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the full batch; None if no microbatch has one."""
+        pairs = zip(self.losses, self.loss_weights, strict=True)
+        present = [(loss, weight) for loss, weight in pairs if loss is not None]
+        return sum(loss * weight for loss, weight in present if weight) if present else None
+
+    def call_metrics(self, metrics: FullBatchMetrics) -> None:
+        """Call the metrics with the full batch, and let entries have the values that they return."""
+        metrics.finish_all(self.loss_weights, self.sizes, calls=self.metric_calls)
+        value_of = metrics.values()
+        for entry in self.entries if self.metric_calls else ():
+            if (value := value_of(entry.metric, entry.origin)) is not None:
+                entry.values = [value] * len(entry.values)
+
+    def logs(self) -> list[tuple[Entry, float]]:
+        """Each entry with its value for the full batch, of the microbatches that have logged it."""
+        return [
+            (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights, self.sizes, over))
+            for key, entry in keyed(self.entries)
+            for over in (self.reductions.get(key, ""),)
+        ]
+
+
+class MicrobatchLoop:
+    """Runs the microbatches of one step one after the other, and collects their results.
+
+    Attributes:
+        logs: Captured calls of ``self.log``.
+        outputs: Return values of the step, by microbatch; detached in training.
+        losses: By microbatch; None where the step returned none. Empty without backwards.
+        calls: Lines of code that have run, where they are traced.
+        scales_gradients: As in ``__init__``; no longer None once a function was applied.
+    """
+
+    def __init__(
+        self,
+        runner: MicrobatchRunner,
+        share: BatchShare,
+        gradients: ParameterGradients,
+        traces_calls: bool,
+        stops: Callable[[bool], bool] | None,
+        scales_gradients: bool | None,
+    ) -> None:
+        """Set up for the share of a batch.
+
+        Args:
+            runner: Of the step.
+            share: What this rank runs of the batch.
+            gradients: Weighs what arrives at parameters.
+            traces_calls: Whether lines of code are traced.
+            stops: Called after the first forward with whether it has left code of the user for its backward; if it
+                returns true, nothing else is run. None if that is known.
+            scales_gradients: Whether microbatches weigh where their gradients reach a parameter; None if they do once
+                the step has applied an autograd function of the user.
+        """
+        self._runner, self._root, self._share, self._gradients = runner, gradients.root, share, gradients
+        self.scales_gradients, self._traces_calls, self._stops = scales_gradients, traces_calls, stops
+        self.logs = LogCapture(len(share.microbatches))
+        self.outputs: list[Any] = []
+        self.losses: list[Tensor | None] = []
+        self.calls: set[int] = set()
+
+    def run(
+        self,
+        step: Callable[[Any], Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        keyed: Callable[[int], AbstractContextManager[None]] | None,
+        metrics: FullBatchMetrics,
+        train: TrainContext | None,
+        seeds: Sequence[float],
+        appended: AppendedEntries | None,
+    ) -> None:
+        """Run all microbatches.
+
+        Args:
+            step: The user's step, of one microbatch.
+            context: Entered around each forward (autocast).
+            keyed: Keys the random numbers of a microbatch, by its index; None with manual optimization.
+            metrics: Of the module.
+            train: Callbacks of a training step with automatic optimization; None runs forwards only.
+            seeds: By microbatch, the weight of its loss, with which the backward starts.
+            appended: Records the entries that each microbatch appends to lists.
+        """
+        runner, trains = self._runner, train is not None or keyed is None
+        recorder = ActionRecorder() if train is None else train.recorder
+        for index, microbatch in enumerate(self._share.microbatches):
+            draws = keyed(index) if keyed is not None else contextlib.nullcontext()
+            start = recorder.mark()
+            path = TorchCallSites() if self._traces_calls else None
+            code = BackwardCode() if train is not None and self.scales_gradients is None else None
+            with (
+                runner.active.around_step(),
+                context(),
+                draws,
+                self.logs.microbatch(self._root, index, metrics.origin),
+                metrics.microbatch(index, is_full=self._share.total == 1),
+                self._gradients.registered.run(),
+            ):
+                # Compiled code shows neither lines nor autograd functions; a mode would be compiled with it.
+                eager = path is not None or (index == 0 and self._stops is not None)
+                stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
+                with path or contextlib.nullcontext(), stance, code or contextlib.nullcontext():
+                    output = step(microbatch)
+                if runner.gathers_outputs:
+                    output = _gathered(self._root, output)
+            if path is not None:
+                self.calls |= user_call_sites(set(path.calls)).keys()
+            recorder.add(Action(Kind.F, 0, index), start)
+            if train is not None:
+                self.scales_gradients = True if code is not None and code.has_functions else self.scales_gradients
+                if index == 0 and self._stops is not None and self._stops(code is not None and not code.is_empty):
+                    return
+                with runner.guards.off():
+                    self.losses.append(self._backward(output, train, seeds[index], index))
+                recorder.add_since_last(Action(Kind.B, 0, index))
+            self.outputs.append(map_leaves(detached, output) if trains else output)
+            if appended is not None:
+                appended.after_microbatch()
+            del output, microbatch
+        if train is not None:
+            with runner.guards.off():  # a reducer that read full gradients would average those
+                train.reduce(0)
+
+    def results(
+        self,
+        weights: list[float],
+        loss_weights: list[float],
+        by_samples: frozenset[Key],
+        outputs: list[Any],
+        appended: Rows,
+    ) -> MicrobatchResults:
+        """The results of this rank; arguments as the attributes of ``MicrobatchResults``."""
+        losses = [None if loss is None else float(loss) for loss in self.losses] or [None] * len(weights)
+        sizes = sizes_of(self._share.microbatches)
+        found = MicrobatchResults(weights, loss_weights, by_samples, self.logs.entries(), losses, sizes, outputs)
+        found.appended = appended
+        return found
+
+    def _backward(self, output: Any, train: TrainContext, seed: float, index: int) -> Tensor | None:
+        """Run the backward of a microbatch, which weighs its loss by ``seed`` in all; returns its loss."""
+        seed, factor = split_weight(seed, self._share.ranks * self._share.weights[index], scales=self.scales_gradients)
+        is_last = index == len(self._share.microbatches) - 1
+        return backward_of(output, train, seed, self._gradients.by(factor, is_last=is_last), is_last=is_last)
+
+
+def _gathered(root: nn.Module, output: Any) -> Any:
+    """Gather the sharded tensors in the output of a step, and those that it has stored on modules."""
+    stored = [(path, leaf) for path, leaf in reachable_leaves(root, plain=False) if isinstance(leaf, ShardedTensorBase)]
+    put(root, [path for path, _ in stored], [materialize(leaf).detach() for _, leaf in stored])
+    return map_leaves(materialize, output)

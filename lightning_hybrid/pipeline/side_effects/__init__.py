@@ -1,1 +1,0 @@
-"""Side effects of microbatches on modules, joined to those of the batch."""

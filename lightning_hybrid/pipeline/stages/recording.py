@@ -1,0 +1,199 @@
+"""Recordings of steps in stages: the first one decides the partition, others are assigned to its stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_hybrid.errors import PartitionError, StepError
+from lightning_hybrid.graph import partition
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.step.guards.find_branches_on_model_numbers import BranchCheck
+from lightning_hybrid.step.recording.record_step import record
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
+from lightning_hybrid.step.standins.absent_tensors import MARK
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording
+
+# If a stage costs more than this multiple of the mean, the units of the costliest are opened to balance better.
+_UNBALANCED = 1.08
+_MAX_RECORDINGS = 4
+
+
+def record_variant(
+    plan: StagePlan,
+    name: str,
+    step: Callable[[], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    *,
+    train: bool,
+    **options: Any,
+) -> TraceVariant:
+    """Record a step, and assign it to stages; the first one decides the partition.
+
+    Args:
+        plan: The plan of the stages.
+        name: Name of the step.
+        step: Runs it on one microbatch.
+        context: Entered around the step.
+        train: Whether it must return a loss.
+        options: As for ``record``.
+
+    Raises:
+        StepError: The step cannot be recorded.
+        PartitionError: It cannot be partitioned, or not as the first step was.
+    """
+    recording, assignment = _record_and_assign(
+        plan, partial(_record, plan, name, step, context, train=train, **options)
+    )
+    plan.units = recording.units
+    replays = {s: StageReplay(recording, assignment, plan.root, plan.randomness, s) for s in plan.stages}
+    variant = TraceVariant(assignment, replays)
+    if plan.first is None:
+        plan.first = variant
+    return variant
+
+
+def record_once(
+    plan: StagePlan,
+    name: str,
+    step: Callable[[], Any],
+    units: Mapping[str, nn.Module],
+    context: Callable[[], AbstractContextManager[Any]],
+    *,
+    train: bool,
+    **options: Any,
+) -> Recording:
+    """Record a step with these units, as ``record_variant`` does, without changing the plan; options as for ``record``.
+
+    Raises:
+        StepError: The step cannot be recorded.
+    """
+    logs: list[tuple[str, float | None]] = []
+
+    def logged() -> Any:
+        logs.clear()  # of an earlier attempt
+        return step()
+
+    def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+        if not isinstance(value, Metric) and getattr(value, MARK, None) is None:
+            is_known = isinstance(value, bool | int | float) and not math.isnan(value)
+            logs.append((name, float(value) if is_known else None))
+
+    grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
+    with grad, context(), replaced(plan.root, "log", log, reason="records what a step logs"):
+        recording = record(
+            plan.root,
+            logged,
+            units,
+            name=name,
+            randomness=plan.randomness,
+            loss_required=train,
+            tracked_buffers=plan.tracked_buffers,
+            **options,
+        )
+    return replace(recording, logged=tuple(logs))
+
+
+def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
+    """Record and assign to stages; the first time the ranks agree on the partition, or each has an error."""
+    if plan.owner_stages:
+        recording = recorded()
+        return recording, plan.assign(recording)
+    try:
+        recording, *decided = _best_partition(plan, recorded)
+    except Exception as error:
+        plan.first_failure(error)
+        raise
+    if failed := plan.first_failure(None):
+        rank, reason = failed
+        raise StepError(f"on rank {rank}: {reason}", entry="on-rank")
+    agreed = plan.agree(decided)
+    plan.unit_choice.opened, plan.unit_choice.closed, plan.tracked_buffers, plan.owner_stages, *others = agreed
+    changes, plan.stage_costs = others
+    if plan.unit_choice.choose().keys() != recording.units.keys():
+        recording = recorded()
+    if changes:
+        read = {name for node in recording.graph.nodes for name in node.parameters}
+        plan.on_all_stages = {name for name, _ in plan.root.named_parameters()} - read
+        plan.owner_stages.update(dict.fromkeys(plan.on_all_stages, 0))
+    assignment = plan.assign(recording)
+    partition.check_shared(assignment)
+    return recording, assignment
+
+
+def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Any, ...]:
+    """The recording that balances best, opened units, tracked buffers, owner stages, if it has guards, stage costs."""
+    recording = recorded()
+    best: tuple[list[float], Recording, dict[str, int], set[str]] | None = None
+    for _ in range(_MAX_RECORDINGS):
+        try:
+            owner_stages = partition.owner_stages(recording.graph, plan.num_stages, plan.cuts)
+            costs = partition.assign(recording.graph, owner_stages, plan.num_stages).costs()
+            if best is None or plan.cuts is not None or max(costs) < 0.97 * max(best[0]):
+                best = costs, recording, owner_stages, set(plan.tracked_buffers)
+            unbalanced = max(costs) > _UNBALANCED * sum(costs) / plan.num_stages
+            # A pipeline cut inside a unit opens it, whatever the balance.
+            wanted = sum(costs) / plan.num_stages / 4 if unbalanced or plan.cuts is not None else None
+        except PartitionError:
+            if best is None and not plan.unit_choice.to_open(recording, 0.0, plan.cuts):
+                raise
+            wanted = 0.0
+        larger = plan.unit_choice.to_open(recording, wanted, plan.cuts) if wanted is not None else set()
+        if not larger or plan.num_stages == 1:
+            break
+        before = set(plan.unit_choice.opened), set(plan.tracked_buffers)
+        plan.unit_choice.opened |= larger
+        try:
+            recording = recorded()
+        except Exception:  # such as a branch on values inside a unit, which can be recorded as one node
+            if best is None:
+                raise
+            plan.unit_choice.opened, plan.tracked_buffers = before
+            break
+    if best is None:
+        partition.owner_stages(recording.graph, plan.num_stages, plan.cuts)  # raises the reason
+    assert best is not None
+    costs, recording, owner_stages, tracked = best
+    opened = {name for name in plan.unit_choice.opened if name not in recording.units}
+    return recording, opened, plan.unit_choice.closed, tracked, owner_stages, bool(recording.unguarded_state), costs
+
+
+def _record(
+    plan: StagePlan,
+    name: str,
+    step: Callable[[], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    **options: Any,
+) -> Recording:
+    """Record a step with units, and buffers with owners, that are corrected until the recording needs no others."""
+    branches = BranchCheck(plan.root, step)
+
+    def attempt(absent_number: float | None = None) -> Recording:
+        return record_once(plan, name, branches.step, units, context, absent_number=absent_number, **options)
+
+    while True:
+        units = plan.unit_choice.choose()
+        try:
+            recording = attempt()
+        except Exception as error:
+            if not plan.unit_choice.corrects(error):
+                raise
+            continue
+        missed = plan.unit_choice.missed(recording, units)
+        found = set(recording.found_buffers) - plan.tracked_buffers
+        if not missed and not found:
+            if not options.get("guesses"):
+                branches.check(recording, attempt, context)
+            return recording
+        plan.unit_choice.opened |= missed
+        plan.tracked_buffers |= found

@@ -1,0 +1,380 @@
+"""The trace cache: selects the recorded trace of each microbatch.
+
+A batch of new shapes is recorded, as is one after a mode or ``requires_grad`` of a module has changed. Otherwise the
+latest trace is selected, unless the step may diverge from it: its recording has ``guards`` on values that may change,
+or an attribute around its units has changed since. Then each microbatch takes a dry run first: the
+user's step without the model's arithmetic, whose effects are rolled back. If it diverges from all traces, it is
+recorded there and then. Every rank of a replica runs the same Python and so selects the same traces; the ranks check
+this with the results of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
+from lightning_hybrid.params.gradient_hooks import without_registrations
+from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.recording import record_variant
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch
+from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
+from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
+from lightning_hybrid.step.instrument.instrument_step import InstrumentedReplay, instrumented
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
+from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
+from lightning_hybrid.step.replay.trace_tree_and_dry_run import TraceTree, UnknownTrace
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
+
+# When a step has so many traces, they are dropped: their number may be unbounded.
+_MAX_TRACES = 512
+# Number of batch signatures whose traces are cached.
+_MAX_SIGNATURES = 512
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a step on one batch.
+
+    Attributes:
+        name: Name of the step.
+        step: The user's bound method.
+        rest: Its arguments after the batch.
+        context: Entered around each forward.
+        train: Whether it is a training step.
+        number: Number of the batch in the run.
+        first: Number of the first microbatch, over all replicas.
+        modes: ``StagePlan.modes`` at the time of the call.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    rest: Sequence[Any]
+    context: Callable[[], AbstractContextManager[Any]]
+    train: bool
+    number: int = 0
+    first: int = 0
+    modes: Hashable = None
+
+    def on(self, batch: Any) -> Any:
+        """Run the step."""
+        return self.step(batch, *self.rest)
+
+    @contextlib.contextmanager
+    def dry_run(
+        self, root: nn.Module, replays: Collection[InstrumentedReplay], randomness: KeyedRandomness, index: int = 0
+    ) -> Iterator[CurrentRun]:
+        """Run the step inside by ``replays``, as if on the microbatch of this index, without its logs and prints."""
+        with (
+            instrumented(replays, randomness) as current,
+            randomness.isolated(),
+            randomness.microbatch(self.number, self.first + index),
+            torch.set_grad_enabled(self.train or torch.is_grad_enabled()),
+            self.context(),
+            replaced(root, "log", lambda *_, **__: None, reason="runs without logs"),
+            without_registrations(root),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            yield current
+
+    def rerun(
+        self,
+        root: nn.Module,
+        names: Mapping[int, str],
+        batch: Any,
+        variant: TraceVariant,
+        randomness: KeyedRandomness,
+        contents: Mapping[int, Tensor],
+        around: AbstractContextManager[Any] | None = None,
+    ) -> StageRun:
+        """Run the step on a batch without the model's arithmetic; its effects on the modules stay.
+
+        Args:
+            root: The user's module.
+            names: FQN by id of its parameters and tracked buffers.
+            batch: The batch.
+            variant: The trace of the step.
+            randomness: Keys its random numbers.
+            contents: What reads of values of the model return, by index, in their shapes.
+            around: Entered around the step.
+        """
+        replay = SideEffectReplay(variant.recording, variant.assignment, root, randomness)
+        replay.contents = contents
+        with self.dry_run(root, [replay], randomness) as current, around or contextlib.nullcontext():
+            return replay.run(lambda: self.on(batch), {}, names, current)
+
+
+@dataclass(frozen=True)
+class ChosenTraces:
+    """The microbatches of a batch and their traces, selected before the step runs.
+
+    Attributes:
+        batch: The full batch.
+        number: Number of the batch in the run.
+        microbatches: The batch, split.
+        weights: The weight of each microbatch.
+        variants: The trace of each microbatch.
+        log_run: Runs the step on the full batch for its logs, if it must.
+    """
+
+    batch: Any
+    number: int
+    microbatches: Sequence[Any]
+    weights: list[float]
+    variants: list[TraceVariant]
+    log_run: Any
+
+
+@dataclass(eq=False)
+class _Traces:
+    """The cached traces of one signature.
+
+    Attributes:
+        latest: The trace that was selected last.
+        state: The plain attributes at that time; None where microbatches of one batch had several traces.
+        around: The modules that have these attributes.
+        pending: Traces that are not in ``tree`` yet.
+        tree: The tree of all traces; made when first needed.
+    """
+
+    latest: TraceVariant
+    around: list[nn.Module]
+    state: list[Any] | None
+    pending: list[TraceVariant] = field(default_factory=list)
+    tree: TraceTree[TraceVariant] | None = None
+
+
+class TraceCache:
+    """Caches the recorded traces of the steps of one module, and selects from them.
+
+    Attributes:
+        reads_batch: Names of the steps that read the content of a batch, by which they may branch.
+    """
+
+    def __init__(self, root: nn.Module, plan: StagePlan, randomness: KeyedRandomness) -> None:
+        """Set up for the user's module and its stage plan; ``randomness`` keys the random numbers of steps."""
+        self._root = root
+        self._plan = plan
+        self._randomness = randomness
+        self._cache: BoundedLRUDict[Hashable, _Traces] = BoundedLRUDict(_MAX_SIGNATURES)
+        self.reads_batch: set[str] = set()
+        self._writes_batch: set[str] = set()
+        self._is_unpredicted: set[str] = set()  # steps that have left a trace which was selected without a dry run
+
+    def select_by_dry_runs(self, name: str) -> None:
+        """Select each trace of a step by a dry run from now on: it depends on something that no guard has seen."""
+        self._is_unpredicted.add(name)
+
+    def choose(self, call: Call, microbatches: Sequence[Any]) -> list[TraceVariant]:
+        """Select the trace of each microbatch; new ones are recorded.
+
+        Args:
+            call: The call of the step.
+            microbatches: The batches on which the step runs, one after the other.
+
+        Raises:
+            StepError: The step cannot be recorded.
+            PartitionError: It cannot be partitioned, or not as the first step was.
+        """
+        keys = [_key(call, microbatch) for microbatch in microbatches]
+        cached: dict[Hashable, _Traces] = {}
+        for index, key in enumerate(keys):
+            if key not in cached:
+                if key not in self._cache:
+                    variant = self._record(call, microbatches[index], index)
+                    around = list(modules_around(self._root, variant.recording.units).values())
+                    self._cache[key] = _Traces(variant, around, plain_state(around), [variant])
+                cached[key] = self._cache[key]
+        by_microbatch = [cached[key] for key in keys]
+        if all(self._is_unchanged(each) for each in cached.values()):
+            return [each.latest for each in by_microbatch]
+        return self._dry_run(call, microbatches, by_microbatch)
+
+    def trace_of_full_batch(self, call: Call, batch: Any) -> TraceVariant | None:
+        """The trace of a full batch; None if the step cannot run on one."""
+        try:
+            return self.choose(call, [batch])[0]
+        except Exception:
+            return None
+
+    def is_known(self, call: Call, microbatches: Sequence[Any]) -> bool:
+        """Whether these microbatches have cached traces that need no dry run."""
+        keys = dict.fromkeys(_key(call, microbatch) for microbatch in microbatches)
+        return all(key in self._cache and self._is_unchanged(self._cache[key]) for key in keys)
+
+    def writes_batch(self, name: str) -> bool:
+        """Whether a step has written into its batch."""
+        return name in self._writes_batch
+
+    def unwritten(self, call: Call, batch: Any) -> Any:
+        """The batch for a later run of a step; a copy if it writes into it."""
+        return copied_batch(batch) if self.writes_batch(call.name) else batch
+
+    def attributes_around_units(self, variant: TraceVariant) -> list[Any]:
+        """The plain attributes of the modules around the units, on which a step may branch."""
+        return plain_state(list(modules_around(self._root, variant.recording.units).values()))
+
+    def bind_microbatch(self, call: Call, microbatch: Any, times: int) -> Callable[[], Any]:
+        """The step bound to a microbatch; where it writes into the batch, all runs but the last get a copy."""
+        if times == 1 or call.name not in self._writes_batch:
+            return partial(call.on, microbatch)
+        copies = [microbatch, *(copied_batch(microbatch) for _ in range(times - 1))]
+        return lambda: call.on(copies.pop())
+
+    def _is_unchanged(self, traces: _Traces) -> bool:
+        if traces.latest.recording.graph.step in self._is_unpredicted:
+            return False
+        return not traces.latest.recording.unguarded_state and plain_state(traces.around) == traces.state
+
+    def _record(self, call: Call, microbatch: Any, index: int) -> TraceVariant:
+        unguarded_reads = UnguardedReads()
+        rest = unguarded_reads.track_arguments(microbatch, call.rest)
+        batch = copied_batch(microbatch)
+        versions = _versions(batch)
+        variant = record_variant(
+            self._plan,
+            call.name,
+            lambda: call.step(batch, *rest),
+            call.context,
+            train=call.train,
+            unguarded_reads=unguarded_reads,
+            draws_as=(call.number, call.first + index),
+        )
+        if _is_written(versions):
+            self._writes_batch.add(call.name)
+        if unguarded_reads.of_batch:
+            self.reads_batch.add(call.name)
+        return variant
+
+    @contextlib.contextmanager
+    def copy_for_dry_run(self, call: Call, batch: Any) -> Iterator[Any]:
+        """A copy of a batch: a step may write into it, and in some batches only (CutMix)."""
+        copied = copied_batch(batch)
+        versions = _versions(copied)
+        yield copied
+        if _is_written(versions):
+            self._writes_batch.add(call.name)
+
+    def _dry_run(self, call: Call, microbatches: Sequence[Any], by_microbatch: Sequence[_Traces]) -> list[TraceVariant]:
+        """Select traces by dry runs, one microbatch after the other; module state is restored afterwards."""
+        units = self._plan.units
+        inside = {module for unit in units.values() for module in unit.modules()}
+        start = ModuleSnapshot(self._root, without=inside, unhooked=inside)
+        states = {traces: plain_state(traces.around) for traces in dict.fromkeys(by_microbatch)}
+        names = self._plan.names()
+        chosen: list[TraceVariant] = []
+        try:
+            for index, (microbatch, traces) in enumerate(zip(microbatches, by_microbatch, strict=True)):
+                before = ModuleSnapshot(self._root, without=inside, unhooked=inside) if index else start
+                try:
+                    variant = self._find_trace(call, microbatch, index, traces, units, names, before)
+                except UnknownTrace:
+                    before.restore()
+                    variant = self._record(call, microbatch, index)
+                    traces.pending.append(variant)
+                    units, names = self._plan.units, self._plan.names()
+                    try:
+                        variant = self._find_trace(call, microbatch, index, traces, units, names, before)
+                    except UnknownTrace as reason:
+                        if reason.__cause__ is not None:  # a recording knows more than a dry run
+                            chosen.append(variant)
+                            continue
+                        raise StepError(
+                            f"{call.name} behaves differently each time it runs on the same batch, so that no"
+                            f" recording predicts its operations: {reason}; make it the same each time, or"
+                            f" {WITHOUT_STAGES}",
+                            entry="unrepeatable",
+                        ) from None
+                chosen.append(variant)
+        finally:
+            start.restore()
+        for traces, state in states.items():
+            selected = [variant for each, variant in zip(by_microbatch, chosen, strict=True) if each is traces]
+            traces.latest = selected[-1]
+            traces.state = state if all(variant is selected[0] for variant in selected) else None
+        return chosen
+
+    def _find_trace(
+        self,
+        call: Call,
+        microbatch: Any,
+        index: int,
+        traces: _Traces,
+        units: Mapping[str, nn.Module],
+        names: Mapping[int, str],
+        before: ModuleSnapshot,
+    ) -> TraceVariant:
+        """Select the trace of a microbatch by a dry run.
+
+        Raises:
+            UnknownTrace: It diverges from all traces.
+        """
+        if traces.tree is None or traces.tree.units.keys() != units.keys() or traces.tree.count > _MAX_TRACES:
+            traces.tree = TraceTree(units, [module for unit in units.values() for module in unit.modules()])
+            traces.pending = traces.pending[-1:]
+        tree, randomness = traces.tree, self._randomness
+        instrumented_as = traces.pending[-1] if traces.pending else traces.latest  # has the units of the tree
+        while traces.pending:
+            trace = traces.pending.pop()
+            if trace.recording.units.keys() == units.keys():
+                tree.add(self._root, trace.recording, trace)
+        traces.pending = []
+        replays = instrumented_as.replays.values()
+        with (
+            self.copy_for_dry_run(call, microbatch) as batch,
+            call.dry_run(self._root, replays, randomness, index) as current,
+        ):
+            try:
+                return tree.dry_run(self._root, lambda: call.on(batch), names, current, randomness, before)
+            except (StepError, ControlFlowError) as error:
+                raise UnknownTrace(str(error)) from error
+            except Exception:  # an error of the step is raised where it runs
+                return traces.latest
+            finally:
+                if tree.reads_batch:
+                    self.reads_batch.add(call.name)
+
+
+def _key(call: Call, microbatch: Any) -> Hashable:
+    """The key of the cached traces of a call: what they depend on, and is compared before each batch."""
+    # The number of the loader; that of the batch comes first, and is another one each time.
+    loader = tuple(argument for argument in call.rest[1:] if type(argument) is int)
+    return signature_of(call.name, microbatch), call.modes, loader
+
+
+def signature_of(name: str, microbatch: Any) -> Hashable:
+    """The part of the cache key that depends on the step, and on types and shapes of its inputs."""
+    leaves, _ = flatten(microbatch)
+    shapes = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, bool)
+        else (type(leaf), *((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_inside(leaf)))
+        for leaf in leaves
+    )
+    keys = tuple(microbatch.keys()) if isinstance(microbatch, Mapping) else None
+    return name, type(microbatch), keys, shapes, torch.is_grad_enabled()
+
+
+def _versions(batch: Any) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors_inside(batch)]
+
+
+def _is_written(versions: list[tuple[Tensor, int]]) -> bool:
+    """Whether any of these tensors of a batch was written; one that a value of the model was written into is absent."""
+    return any(is_absent(tensor) or tensor._version != version for tensor, version in versions)
