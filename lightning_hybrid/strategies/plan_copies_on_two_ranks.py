@@ -21,7 +21,7 @@ from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.search.unit import plan_unit
 
 _HOLDERS = (DataLoader, Dataset, pl.LightningDataModule, pl.LightningModule)
 

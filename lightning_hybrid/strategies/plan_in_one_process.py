@@ -41,8 +41,8 @@ from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrS
 from lightning_hybrid.strategies.run.partition import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.search.unit import plan_unit
 from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
 
 

@@ -28,7 +28,7 @@ from lightning_hybrid.strategies.dry_run.run_of_other_rank import run_of_rank
 from lightning_hybrid.strategies.dry_run.tensor_ranks_of_units import TensorUnits
 from lightning_hybrid.strategies.plan_in_one_process import make_plan
 from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED
+from lightning_hybrid.tensor.search.unit import NOT_SEARCHED
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
 

@@ -13,7 +13,7 @@ from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy
 from lightning_hybrid.strategies.run.partition import RecordedBatch
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.search.unit import plan_unit
 
 
 class DryRunStrategy(MetaPlanningStrategy):

@@ -258,7 +258,7 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
 def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
     """Connect sharded layers to random numbers, and code outside of them to gathered parameters."""
     if run.shards is not None:
-        from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import KeyedDraws
+        from lightning_hybrid.tensor.region import KeyedDraws
 
         assert run.runner is not None
         run.shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, randomness.uncounted)
@@ -338,8 +338,7 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
     option = setting.options.chunked_loss
     if option is False or (partition is not None and not partition.has_step):
         return run
-    from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
-    from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
+    from lightning_hybrid.logits.heads import ChunkedLoss, find_output_heads
 
     sharded = {name for axis in (() if run.shards is None else run.shards.shardings) for name in axis.placements}
     is_compiled, counted = setting.options.compile is not None, option is not True

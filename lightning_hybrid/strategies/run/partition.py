@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.memory.recompute.layers import Recomputation
     from lightning_hybrid.strategies.techniques.experts import ExpertPlanner
     from lightning_hybrid.strategies.techniques.tensor import TensorPlanner
-    from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-    from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+    from lightning_hybrid.tensor.plan import UnitPlan
+    from lightning_hybrid.tensor.runtime.model import ShardedModel
 
 
 @dataclasses.dataclass(frozen=True)

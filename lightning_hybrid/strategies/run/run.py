@@ -14,7 +14,7 @@ from lightning_hybrid.techniques.technique import Active, Technique
 if TYPE_CHECKING:
     from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
     from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
-    from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
+    from lightning_hybrid.logits.heads import ChunkedLoss
     from lightning_hybrid.memory.recompute.layers import Recomputation
     from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.strategies.techniques.compile import CompiledUnits
     from lightning_hybrid.strategies.techniques.reducers import Reducers
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
-    from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+    from lightning_hybrid.tensor.runtime.model import ShardedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

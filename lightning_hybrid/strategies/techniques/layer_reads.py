@@ -25,7 +25,7 @@ class LayerReads:
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
         """Observe the layers while the step is recorded inside."""
-        from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
+        from lightning_hybrid.tensor.search.uses import record_calls
 
         units = variant.recording.units
         with record_calls(find_layers(units), units) as calls:

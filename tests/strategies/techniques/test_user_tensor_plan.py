@@ -19,7 +19,7 @@ from lightning_hybrid.strategies.techniques.tensor_plans import (
     describe_tensor_plans,
     warn_across_nodes,
 )
-from lightning_hybrid.tensor.search.plan_cache import FILE_NAME
+from lightning_hybrid.tensor.search.cache import FILE_NAME
 from models.regression import FEATURES, Regression, regression_data
 
 
