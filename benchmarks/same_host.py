@@ -21,7 +21,7 @@ import torch.distributed as dist
 from side_by_side import Turn, Variant, compare, print_table
 
 from lightning_hybrid.shared_memory.collectives import shared_memory
-from lightning_hybrid.shared_memory.point_to_point_transfers import transfers_of
+from lightning_hybrid.shared_memory.transfers import transfers_of
 
 TIMES = 100  # exchanges in a step
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 if TYPE_CHECKING:
-    from lightning_hybrid.gradient_compression.method import Method
+    from lightning_hybrid.slow_links.method import Method
 
 
 Gather = Callable[[Optimizer], dict[str, Any]]
@@ -129,7 +129,7 @@ class GradientCompression(SlowLinkCallback):
             raise ValueError(f"GradientCompression(start_step={start_step}): steps are counted from 0")
         self.method, self.rank, self.ratio, self.start_step = method, rank, ratio, start_step
         self.min_compression_rate, self.warm_start = min_compression_rate, warm_start
-        from lightning_hybrid.gradient_compression.method import Traffic  # late, as below
+        from lightning_hybrid.slow_links.method import Traffic  # late, as below
 
         self.traffic = Traffic()
         self._before = 0.0, 0.0
@@ -137,8 +137,8 @@ class GradientCompression(SlowLinkCallback):
     def make_method(self) -> Method:
         """Make the method that this callback names."""
         # Late: a run that compresses nothing loads none of these.
-        from lightning_hybrid.gradient_compression.power_sgd import PowerSGD
-        from lightning_hybrid.gradient_compression.quantized import Int8, LowPrecision, OneBit, TopK
+        from lightning_hybrid.slow_links.power_sgd import PowerSGD
+        from lightning_hybrid.slow_links.quantized import Int8, LowPrecision, OneBit, TopK
 
         if self.method == "powersgd":
             rate, warm = self.min_compression_rate, self.warm_start

@@ -118,7 +118,7 @@ class ConfiguredRun:
 
     def _classes(self) -> tuple[Callable[[], Any], list[Any]]:
         """Return what calls LightningCLI with the classes, and that class."""
-        from lightning_hybrid.verify.run_experiment import namespace_of
+        from lightning_hybrid.verify.experiment import namespace_of
 
         module = None if self._module is None else load_target(self._module)
         data = None if self._data is None else load_target(self._data)

@@ -146,7 +146,7 @@ def _dry_run(
     module: Any, data: Any, layout: Layout, parsed: argparse.Namespace, precision: str, progress: Progress
 ) -> dict[str, Any]:
     from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
-    from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
+    from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
     content: dict[str, Any] = dry_run(

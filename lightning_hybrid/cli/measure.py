@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.cli.env import usable_cores
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, Hardware
-from lightning_hybrid.verify.rank_launcher import run_ranks
+from lightning_hybrid.verify.ranks import run_ranks
 
 # Seconds that one measurement repeats for; the fastest repetition counts, because others only disturb it.
 _BUDGET = 0.5

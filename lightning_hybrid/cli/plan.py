@@ -192,7 +192,7 @@ def _record(
     import torch
 
     from lightning_hybrid.strategies.record_planner_costs import record_costs
-    from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
+    from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     torch.manual_seed(0)
     with building:

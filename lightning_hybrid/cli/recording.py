@@ -64,7 +64,7 @@ def layout_and_classes(parsed: argparse.Namespace, progress: Progress) -> tuple[
 
 def refusal(layout: Layout, error: Exception) -> dict[str, Any]:
     """Return the content of a layout that is refused; an error of another kind is raised again."""
-    from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
+    from lightning_hybrid.verify.records.record import describe_failure
 
     if not describe_failure(error, steps_done=0).refused:
         raise error

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.collectives.make_tensor_sendable import as_sendable, group_device, on_group_device
+from lightning_hybrid.collectives.tensors import as_sendable, group_device, on_group_device
 
 _SMALL_BYTES = 1 << 16  # up to this size one message for all tensors is faster than one for each
 

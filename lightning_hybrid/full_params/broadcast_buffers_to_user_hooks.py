@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
+from lightning_hybrid.collectives.tensors import broadcast_buffer
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent

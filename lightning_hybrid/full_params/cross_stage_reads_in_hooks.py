@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
+from lightning_hybrid.collectives.tensors import as_sendable
 from lightning_hybrid.errors import GlobalReadError
 from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.broadcast_buffers_to_user_hooks import HookBuffers

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
+from lightning_hybrid.collectives.tensors import as_sendable
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.full_params.op_effects import written_of
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import IDENTITY

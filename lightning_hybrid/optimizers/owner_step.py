@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.collectives.exchange_tensors import TensorSpec, exchange_tensors
+from lightning_hybrid.collectives.tensors import TensorSpec, exchange_tensors
 from lightning_hybrid.optimizers.replacement import (
     STEP_HOOKS,
     call_step_hooks,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.parts.parameter_owners import ParameterOwners
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded, shard_tensor
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import copy_full_parameter, copy_local_parameter

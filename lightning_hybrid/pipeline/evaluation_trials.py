@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
+from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import is_same
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant

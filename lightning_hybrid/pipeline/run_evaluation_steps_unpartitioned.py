@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
-from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
-from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
+from lightning_hybrid.collectives.agreement import NumberExchange, digest
+from lightning_hybrid.collectives.tensors import broadcast_buffer
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement, Meet
 from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
@@ -36,6 +34,7 @@ from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
+from lightning_hybrid.techniques.technique import Active
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -60,7 +59,6 @@ class UnpartitionedSteps:
         *,
         room: Callable[[], int],
         warn: Callable[[str, Exception], None],
-        around: Callable[[], AbstractContextManager[None]],
         has_recorded: Callable[[], None],
         fails_alone: Callable[[], bool],
     ) -> None:
@@ -75,14 +73,13 @@ class UnpartitionedSteps:
             meet: As for ``HookAgreement``.
             room: Returns how many bytes gathered parameters may take in a step on this rank.
             warn: Called once with the name of a step that cannot be partitioned, and the reason.
-            around: Entered around each step, innermost but for the logs.
             has_recorded: Called after each step that this rank has recorded.
             fails_alone: Returns whether another rank of the replica has recorded a step that this one could not.
         """
         self.names: set[str] = set()
         self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
-        self._randomness, self._room, self._warn, self._around = randomness, room, warn, around
+        self._randomness, self._room, self._warn, self.active = randomness, room, warn, Active()
         self.has_recorded, self._fails_alone = has_recorded, fails_alone
         self._agreement = HookAgreement(replica, randomness.device, meet)
 
@@ -161,7 +158,7 @@ class UnpartitionedSteps:
                 self._randomness.isolated(),
                 draw_as_stages(self._root, self._randomness, call.number, call.first),
                 call.context(),
-                self._around(),
+                self.active.unpartitioned(),
                 logs.microbatch(self._root, 0),
                 slow_attention(),
                 self.gathering_mode(agree_on, room),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import batches_differ, digest
+from lightning_hybrid.collectives.agreement import batches_differ, digest
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, MicrobatchResults
 from lightning_hybrid.pipeline.results.log_entry import Entry, keys_of

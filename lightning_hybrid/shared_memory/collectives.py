@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.shared_memory.peer_sockets import PeerSockets, PerGroup, exchange_files
+from lightning_hybrid.shared_memory.sockets import PeerSockets, PerGroup, exchange_files
 
 SLOT_BYTES = 2**21  # larger tensors take several rounds, so that data are read while they are in the cache
 _ALIGNMENT = 64  # bytes, of the chunks of a slot

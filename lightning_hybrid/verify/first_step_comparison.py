@@ -15,7 +15,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.one_process.first_step import OneProcessResult
-from lightning_hybrid.verify.records.record_comparison import as_float64, as_number, farthest, largest_of
+from lightning_hybrid.verify.records.compare import as_float64, as_number, farthest, largest_of
 
 # Tolerance as a multiple of the noise floor: the perturbed run is one sample of many.
 _FACTOR = 20.0

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit
-from lightning_hybrid.verify.records.record_comparison import Difference, Margin, compare, is_step_number
-from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
+from lightning_hybrid.verify.records.compare import Difference, Margin, compare, is_step_number
+from lightning_hybrid.verify.records.record import RunRecord
 from lightning_hybrid.verify.references import Reference, are_close, first_loss
 
 _UNWEIGHTED = (

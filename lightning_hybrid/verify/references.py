@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from lightning_hybrid.verify.experiment import Experiment, run_once
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.one_process.pieces_run import PiecesRun
 from lightning_hybrid.verify.one_process.plain_run import PlainRun
-from lightning_hybrid.verify.records.perturb_weights import perturbation
-from lightning_hybrid.verify.records.record_comparison import Difference, compare
-from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord
-from lightning_hybrid.verify.run_experiment import Experiment, run_once
+from lightning_hybrid.verify.records.compare import Difference, compare
+from lightning_hybrid.verify.records.noise import perturbation
+from lightning_hybrid.verify.records.record import Failure, RunRecord
 
 # Losses of the full batch and of its microbatches that differ by more mix samples; rounding stays far below.
 _MIXES = {"64-true": 1e-7, "32-true": 1e-4}

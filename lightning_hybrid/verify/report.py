@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_hybrid.text import columns
-from lightning_hybrid.verify.records.record_comparison import Difference
+from lightning_hybrid.verify.records.compare import Difference
 
 Outcome = Literal["same", "refused", "different", "failed"]
 

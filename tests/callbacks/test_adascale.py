@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
 
 NUM_STEPS = 6
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hybrid.cli import main
 from lightning_hybrid.verify import Report
-from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
+from lightning_hybrid.verify.ranks import RanksFailed, run_ranks
 
 DIGITS = ["examples/digits.py:ResNet", "--data", "examples/digits.py:Digits", "--data.batch_size", "16"]
 SMALL = ["--module.channels", "4", "--module.blocks", "2", "--steps", "2"]

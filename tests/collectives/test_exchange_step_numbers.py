@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
-from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange, StepBroken
+from lightning_hybrid.collectives.agreement import NumberExchange, StepBroken, digest
 from lightning_hybrid.errors import RanksDisagree
 
 SAME = {"names": 1, "batch": 2, "trace": 3}

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.collectives.exchange_tensors import TensorSpec, exchange_tensors
+from lightning_hybrid.collectives.tensors import TensorSpec, exchange_tensors
 
 
 def tensors_of(source, destination):

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import torch
 
-from lightning_hybrid.collectives.make_tensor_sendable import as_sendable, on_group_device
+from lightning_hybrid.collectives.tensors import as_sendable, on_group_device
 
 
 def test_what_is_at_rest_on_the_host_is_sent_from_the_device_of_the_group():

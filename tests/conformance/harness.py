@@ -24,10 +24,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from harness.verification import call_quietly
 from lightning_hybrid.step.batch.split_batch_into_microbatches import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
-from lightning_hybrid.verify.records.perturb_weights import perturb, perturbation
-from lightning_hybrid.verify.records.record_comparison import compare
-from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
-from lightning_hybrid.verify.run_experiment import LayoutConnection, run_layout
+from lightning_hybrid.verify.experiment import LayoutConnection, run_layout
+from lightning_hybrid.verify.records.compare import compare
+from lightning_hybrid.verify.records.noise import perturb, perturbation
+from lightning_hybrid.verify.records.record import RunRecord
 
 PARITY, DRAWS, DEMOTED = "parity", "parity up to random draws", "demoted with parity"
 REFUSED, FAILED, DIFFERENT = "refused", "failed", "different"

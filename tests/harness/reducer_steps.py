@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
 
 
 def group():

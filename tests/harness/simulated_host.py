@@ -23,7 +23,7 @@ from harness.strict_group import as_on_gpus
 from lightning_hybrid.optimizers import full_step as offload_at_once
 from lightning_hybrid.optimizers import layer_step as offload
 from lightning_hybrid.optimizers.state_file import Region
-from lightning_hybrid.shared_memory import peer_sockets as streams
+from lightning_hybrid.shared_memory import sockets as streams
 from lightning_hybrid.zero import storage as homes
 
 PRETENDED = torch.device("xpu", 0)
@@ -147,7 +147,7 @@ class SimulatedHost(Callback):
         return backward
 
     def on_train_start(self, trainer, pl_module):
-        zero = trainer.strategy.run.active
+        [zero] = [each for each in trainer.strategy.run.active.members if each.groups]
         finish = zero._finish
 
         def seen_in_the_step():

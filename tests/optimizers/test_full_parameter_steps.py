@@ -7,7 +7,7 @@ from torch import nn
 
 from harness.fits import EACH_SHARDING, Run, check, fit, reference_of
 from harness.live_storages import LiveStorages
-from lightning_hybrid.collectives import exchange_tensors
+from lightning_hybrid.collectives import tensors
 from lightning_hybrid.optimizers.owner_step import OwnerStep
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
@@ -143,7 +143,7 @@ def one_step(make_optimizer):
     names = {id(p): name for name, p in module.named_parameters()}
     parts.shard_parameters(module)
     messages = []
-    send = exchange_tensors.dist.all_to_all_single
+    send = tensors.dist.all_to_all_single
 
     def counted(received, message, *args, **kwargs):
         messages.append(message.nbytes)
@@ -157,7 +157,7 @@ def one_step(make_optimizer):
         expected.step()
         messages.clear()
         with pytest.MonkeyPatch.context() as patch, LiveStorages(counts_most=True) as live:
-            patch.setattr(exchange_tensors.dist, "all_to_all_single", counted)
+            patch.setattr(tensors.dist, "all_to_all_single", counted)
             optimizer.step()
     step.close()
     different = [n for n, p in module.named_parameters() if not torch.equal(parts.unshard(n, p), getattr(full, n))]

@@ -12,7 +12,7 @@ from harness.fits import Run, assert_bitwise_equal, assert_parity, check, fit, r
 from lightning_hybrid import HybridPrecision
 from lightning_hybrid.callbacks import GradientCompression
 from lightning_hybrid.errors import PrecisionError
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.strategies.techniques.zero import Zero
 
 SHAPES = [(7, 5), (11,), (3, 2)]

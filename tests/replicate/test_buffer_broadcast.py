@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from harness.fits import Run, _fit, fit
-from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
 from models.hand_written import BatchNorms
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.fits import Run, check
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
 
 SIZE = 1000
 

@@ -18,7 +18,7 @@ from harness.reducer_steps import (
     mean_over_ranks,
     small_buckets,
 )
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
 
 two_ranks = pytest.mark.world(2)
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
+from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 
 KINDS = {
     "rows": (lambda: nn.BatchNorm1d(3), (8, 3)),

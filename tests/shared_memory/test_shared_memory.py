@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.shared_memory import peer_sockets as streams
-from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
+from lightning_hybrid.shared_memory import sockets as streams
 from lightning_hybrid.shared_memory.collectives import SLOT_BYTES, SharedMemory, shared_memory
-from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers, transfers_of
+from lightning_hybrid.shared_memory.transfers import Transfers, start_all_gather, transfers_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool]
 LONG = SLOT_BYTES // 4 * 2 + 3  # elements of float32: three rounds

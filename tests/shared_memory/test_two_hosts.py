@@ -4,7 +4,7 @@ import pytest
 
 from harness.fits import Run, assert_parity, fit, reference_of
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
-from lightning_hybrid.shared_memory import collectives, peer_sockets
+from lightning_hybrid.shared_memory import collectives, sockets
 from models.cases import CASES
 
 RUN = Run(CASES["GPT2"], pp=2, tp=2)
@@ -23,7 +23,7 @@ def fit_on_hosts(run, host_of_rank):
 
     used: set[str] = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_sockets, "_host", lambda: f"host {host_of_rank[dist.get_rank()]}")
+        patch.setattr(sockets, "_host", lambda: f"host {host_of_rank[dist.get_rank()]}")
         for kind in (GroupTransport, HostTransport):
             patch.setattr(*recorded(kind, kind.__name__, kind.send))
         result = fit(run)

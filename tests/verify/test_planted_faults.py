@@ -199,7 +199,7 @@ def labels_of_another_microbatch(patch):
 
 
 def average_lost_on_one_replica(patch):
-    from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+    from lightning_hybrid.replicate.reducer import GradientReducer
 
     launch, finish, own = GradientReducer._launch_next, GradientReducer.finish, {}
 
@@ -219,7 +219,7 @@ def average_lost_on_one_replica(patch):
 
 
 def summed_over_replicas(patch):
-    from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+    from lightning_hybrid.replicate.reducer import GradientReducer
 
     original = GradientReducer.finish
 
@@ -248,7 +248,7 @@ def weights_of_one_replica_drift(patch):
 
 
 def one_shard_for_all_replicas(patch):
-    from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
+    from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
     first = property(lambda self: {"num_replicas": self.layout.data_parallel_size, "rank": 0})
     patch.setattr(RankedStrategy, "distributed_sampler_kwargs", first)

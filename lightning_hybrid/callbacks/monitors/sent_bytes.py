@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from lightning_hybrid.layout import AXES, ParallelLayout
 from lightning_hybrid.patching import around
 from lightning_hybrid.shared_memory.collectives import SharedMemory
-from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers
+from lightning_hybrid.shared_memory.transfers import Transfers
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.pytree import flatten
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
-from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
-from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
+from lightning_hybrid.collectives.agreement import NumberExchange, digest
+from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, MeasuredLogs, describe_unexplained, keyed
 from lightning_hybrid.pipeline.results.log_run import LogRun

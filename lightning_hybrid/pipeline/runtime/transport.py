@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
+from lightning_hybrid.collectives.tensors import as_sendable
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.schedule import Channel, Message
-from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers, transfers_of
+from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
 
 _MAX_DIMS = 8
 # Number of sends under way before the oldest is waited for; their tensors stay alive that long.

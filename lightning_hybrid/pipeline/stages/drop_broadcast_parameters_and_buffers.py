@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
-from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
+from lightning_hybrid.collectives.tensors import as_sendable, broadcast_buffer
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import compute_weights

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.collectives.tensors import on_group_device
 
 
 class TiedParameters:

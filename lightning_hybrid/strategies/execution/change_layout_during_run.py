@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
+from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import BatchError, RankOutOfMemory, StepError
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent

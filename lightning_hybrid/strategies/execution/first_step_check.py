@@ -17,7 +17,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -89,7 +89,7 @@ class FirstStepCheck:
         """
         if self._losses is None:
             return step(args)
-        from lightning_hybrid.strategies.logs.announce_long_phases import phase
+        from lightning_hybrid.strategies.logs.phases import phase
 
         with phase("verify_first_step=True: running the step in one process"):
             verified = self._run_reference([*args])
@@ -200,7 +200,7 @@ class FirstStepCheck:
 
     def _run_one_process(self, replica_inputs: list[ReplicaInput], rest: list[Any]) -> bool:
         from lightning_hybrid.verify.one_process.first_step import OneProcessStep, StepCall, no_communication
-        from lightning_hybrid.verify.records.perturb_weights import perturbation_of_weights
+        from lightning_hybrid.verify.records.noise import perturbation_of_weights
 
         setting, run = self._owner.setting, self._owner.run
         trainer, module = setting.trainer, setting.module

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute.policies import Recompute
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.monitors import connect_monitors
 from lightning_hybrid.strategies.description.start_table import announce_run
@@ -22,8 +23,8 @@ from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cut
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
-from lightning_hybrid.strategies.logs.log_reduction import drop_logger_calls, silence_sync_dist_advice
-from lightning_hybrid.strategies.logs.throughput_per_device import count_devices_in_throughput
+from lightning_hybrid.strategies.logs.reduction import drop_logger_calls, silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.throughput import count_devices_in_throughput
 from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import guard_trials, searches_batch_size
 from lightning_hybrid.strategies.run.build import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
@@ -32,7 +33,7 @@ from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrS
 from lightning_hybrid.strategies.run.optimization import connect_optimizers
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
-from lightning_hybrid.strategies.slow_links.connect_slow_links import (
+from lightning_hybrid.strategies.slow_links.connect import (
     carry_slow_links,
     connect_slow_links,
     replicas_step_by_themselves,
@@ -44,7 +45,7 @@ from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.batch_norm import synced_norms
 from lightning_hybrid.strategies.techniques.order import check_techniques
-from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
+from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategies.run.partition import ModulePartition
@@ -113,7 +114,12 @@ class RunLifecycle:
             seed=0,
         )
         # A step that is recorded before there is a run may call backwards and optimizers (manual optimization).
-        self.run = Run(setting=self.setting, mesh=world.mesh, until_end=contextlib.ExitStack())
+        self.run = Run(
+            setting=self.setting,
+            randomness=KeyedRandomness(0, world.device),
+            mesh=world.mesh,
+            until_end=contextlib.ExitStack(),
+        )
         self.execution = StepExecution(self, evaluated)
         self.changes = LayoutChooser(self, self.execution)
         self.first_step = FirstStepCheck(self)
@@ -128,7 +134,7 @@ class RunLifecycle:
         """
         setting, world = self.setting, self.setting.world
         if setting.needs_runner:  # before the module is sharded
-            from lightning_hybrid.strategies.logs.log_reduction import log_full_graph
+            from lightning_hybrid.strategies.logs.reduction import log_full_graph
 
             world.until_end.callback(log_full_graph(setting.trainer, setting.module, is_empty=empty is not None))
         sizes = world.layout.world_size, world.layout.data_parallel_size

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 from lightning_hybrid.optimizers.owner_step import OwnerStep

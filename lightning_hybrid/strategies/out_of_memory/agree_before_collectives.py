@@ -28,12 +28,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.collectives.forbidden import COLLECTIVES, POINT_TO_POINT
 from lightning_hybrid.errors import RankOutOfMemory, causes_of, is_out_of_memory
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around
-from lightning_hybrid.replicate.forbid_communication import COLLECTIVES, POINT_TO_POINT
 from lightning_hybrid.shared_memory.collectives import SharedMemory
-from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers, discard_unread_transfers
+from lightning_hybrid.shared_memory.transfers import Transfers, discard_unread_transfers
 
 T = TypeVar("T")
 _SHOWN_CHARS = 300

@@ -18,7 +18,7 @@ from lightning.pytorch.tuner import batch_size_scaling
 
 from lightning_hybrid.errors import RankOutOfMemory
 from lightning_hybrid.patching import around, replace
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.ranks import RankWorld
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard

@@ -28,8 +28,8 @@ from lightning_hybrid.randomness.generator_snapshot import plain_generator_state
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.setting import needs_runner
-from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.failures import warn_of_missing_checkpoint
+from lightning_hybrid.strategies.world.ranks import RankWorld
 
 if TYPE_CHECKING:
     from lightning_hybrid.checkpoint.write_checkpoint_folder import HostBuffers

@@ -13,10 +13,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
-from lightning_hybrid.strategies.logs.log_reduction import captured_loggers
+from lightning_hybrid.strategies.logs.reduction import captured_loggers
 from lightning_hybrid.strategies.user_code.hooks import current_hook
-from lightning_hybrid.strategies.world.evaluate_each_sample_once import forbid_unmatched_collectives
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.evaluation import forbid_unmatched_collectives
+from lightning_hybrid.strategies.world.ranks import RankWorld
 
 Context = Callable[[], AbstractContextManager[Any]]
 

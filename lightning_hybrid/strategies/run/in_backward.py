@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.techniques.adascale import has_adascale

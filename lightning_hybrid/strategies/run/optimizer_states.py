@@ -26,7 +26,7 @@ from lightning_hybrid.precision.float32_step import drop_unused_masters, shard_m
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.ranks import RankWorld
 
 
 class OptimizerStates:

@@ -13,12 +13,12 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.memory.saved_activations.requests import ActivationRequests
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
+from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.run.contexts import StepContexts
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.ranks import RankWorld
 
 
 def shards_module(layout: ParallelLayout) -> bool:

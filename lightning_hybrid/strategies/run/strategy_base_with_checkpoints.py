@@ -19,7 +19,7 @@ from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.start.compiled_module import uncompiled
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
+from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 
 class CheckpointedStrategy(RankedStrategy):

@@ -15,7 +15,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around
-from lightning_hybrid.shared_memory.point_to_point_transfers import transfers_of
+from lightning_hybrid.shared_memory.transfers import transfers_of
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
+from lightning_hybrid.collectives.tensors import as_sendable
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.ranks import RankWorld
 
 
 def synchronize_start(

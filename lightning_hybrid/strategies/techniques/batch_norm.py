@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
+from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 
 
 def synced_norms(layer_sync: Any, mesh: Mesh, verify_first_step: bool) -> SyncedBatchNorm | None:

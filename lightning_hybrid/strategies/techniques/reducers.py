@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
-from lightning_hybrid.replicate.several_gradient_reducers_as_one import JointReducer
+from lightning_hybrid.replicate.reducer import GradientReducer, JointReducer
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan

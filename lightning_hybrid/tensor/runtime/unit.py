@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.wait_for_arrivals import all_arrive, arrive
+from lightning_hybrid.collectives.arrivals import all_arrive, arrive
 from lightning_hybrid.errors import CannotShard, StepError
 from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.collectives.forbidden import collectives_forbidden
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.step.batch.split_batch_into_microbatches import split
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.verify.one_process.gradients import PieceGradients
@@ -25,7 +25,7 @@ from lightning_hybrid.verify.one_process.mixing import Mixing, mixing_of, roundi
 from lightning_hybrid.verify.one_process.module_state import without_side_effects
 from lightning_hybrid.verify.one_process.pieces import Piece, joined
 from lightning_hybrid.verify.one_process.rows import is_batch_norm, rows_of_pieces
-from lightning_hybrid.verify.records.perturb_weights import perturbed
+from lightning_hybrid.verify.records.noise import perturbed
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.verify.one_process.pieces import Piece
-from lightning_hybrid.verify.records.record_comparison import as_float64
+from lightning_hybrid.verify.records.compare import as_float64
 
 _Then = Callable[[Any], Any]
 # Elements of a gradient that are compared.

@@ -19,7 +19,7 @@ from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
 from lightning_hybrid.step.recording.values_kept_on_modules import ListPath, RecordedCall, find_lists
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.verify.records.run_record_and_recorder import local_copies
+from lightning_hybrid.verify.records.record import local_copies
 
 # By the dict that has it and its name: an attribute or a buffer of some module, and that dict.
 _State: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], Any]]

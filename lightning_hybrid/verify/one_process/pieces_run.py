@@ -31,7 +31,7 @@ from lightning_hybrid.verify.one_process.mixing import Mixing, mixing_of, roundi
 from lightning_hybrid.verify.one_process.module_state import MicrobatchEffects, ReplicaStates, without_side_effects
 from lightning_hybrid.verify.one_process.pieces import DataSplit, Piece, full_piece, joined
 from lightning_hybrid.verify.one_process.plain_run import PlainRun
-from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
+from lightning_hybrid.verify.records.record import RunRecord
 
 # The arguments of ``log`` after the name and the value, by position.
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")

@@ -23,7 +23,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size
 from lightning_hybrid.verify.one_process.loaders import split_loader
 from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit, Piece, Pieces, joined
 from lightning_hybrid.verify.one_process.rows import is_batch_norm, rows_of_pieces
-from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, prediction_leaves
+from lightning_hybrid.verify.records.record import RunRecord, prediction_leaves
 
 
 class PlainRun:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from harness.gloo_via_host.copies import PAST, Copies, Event, below_modes, copies_of
 from harness.gloo_via_host.work import StagedWork, submit
-from lightning_hybrid.strategies.world.rank_failures import close_connections
+from lightning_hybrid.strategies.world.failures import close_connections
 
 BACKEND = "gloo_via_host"
 

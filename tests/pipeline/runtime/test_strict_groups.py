@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.strict_group import Refused, as_on_gpus
-from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
+from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters

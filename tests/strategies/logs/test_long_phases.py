@@ -5,14 +5,14 @@ import threading
 import pytest
 
 from harness.trainer_runs import lines_of_lightning
-from lightning_hybrid.strategies.logs import announce_long_phases
-from lightning_hybrid.strategies.logs.announce_long_phases import phase, phases_reported_to
+from lightning_hybrid.strategies.logs import phases
+from lightning_hybrid.strategies.logs.phases import phase, phases_reported_to
 
 
 def test_long_phase_has_lines_at_growing_intervals_and_an_end(monkeypatch):
-    monkeypatch.setattr(announce_long_phases, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(phases, "_SILENT_SECONDS", 0.01)
     second_line = threading.Event()
-    printed = announce_long_phases.rank_zero_info
+    printed = phases.rank_zero_info
     lines = []
 
     def record(line):
@@ -21,7 +21,7 @@ def test_long_phase_has_lines_at_growing_intervals_and_an_end(monkeypatch):
         if len(lines) == 2:
             second_line.set()
 
-    monkeypatch.setattr(announce_long_phases, "rank_zero_info", record)
+    monkeypatch.setattr(phases, "rank_zero_info", record)
     with phase("searching"):
         assert second_line.wait(30)
     assert lines[:2] == ["searching: 0.01 s so far", "searching: 0.02 s so far"]
@@ -42,7 +42,7 @@ def test_phase_ends_with_an_error():
 
 
 def test_listener_receives_names_in_place_of_lines(monkeypatch):
-    monkeypatch.setattr(announce_long_phases, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(phases, "_SILENT_SECONDS", 0.0)
     names = []
     with lines_of_lightning() as lines, phases_reported_to(names.append), phase("recording"), phase("searching"):
         pass

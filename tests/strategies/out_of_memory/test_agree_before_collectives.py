@@ -11,9 +11,8 @@ from lightning_hybrid.errors import RankOutOfMemory
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import active_patches
-from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 from lightning_hybrid.shared_memory.collectives import shared_memory
-from lightning_hybrid.shared_memory.point_to_point_transfers import transfers_of
+from lightning_hybrid.shared_memory.transfers import start_all_gather, transfers_of
 from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
 
 TIMEOUT = timedelta(seconds=20)

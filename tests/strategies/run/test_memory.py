@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.shared_memory import point_to_point_transfers as transfers
+from lightning_hybrid.shared_memory import transfers as transfers
 
 
 class Small(pl.LightningModule):

@@ -17,11 +17,11 @@ from harness.checkpoint_runs import each_resumed
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import AdaScale, GoodputMonitor, GradientCompression, LocalSGD
-from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
-from lightning_hybrid.gradient_compression.method import Traffic
-from lightning_hybrid.gradient_compression.quantized import TopK
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
-from lightning_hybrid.strategies.slow_links.connect_gradient_compression import keep_feedback
+from lightning_hybrid.replicate.reducer import GradientReducer
+from lightning_hybrid.slow_links.average import CompressedAverage
+from lightning_hybrid.slow_links.method import Traffic
+from lightning_hybrid.slow_links.quantized import TopK
+from lightning_hybrid.strategies.slow_links.compression import keep_feedback
 from models.regression import Sequential, StepsManually
 
 WIDTH = 16

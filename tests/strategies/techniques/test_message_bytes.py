@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.shared_memory.collectives import SharedMemory
-from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers
+from lightning_hybrid.shared_memory.transfers import Transfers
 from models.cases import Samples, make
 from models.hand_written import LENGTH, VOCABULARY, WIDTH
 from models.plain_gpt import HEADS, LAYERS, Block, PlainGPT

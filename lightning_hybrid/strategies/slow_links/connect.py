@@ -41,8 +41,8 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
     if not found:
         return
     from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
-    from lightning_hybrid.strategies.slow_links.connect_gradient_compression import connect_gradient_compression
-    from lightning_hybrid.strategies.slow_links.local_rounds import LocalRounds
+    from lightning_hybrid.strategies.slow_links.compression import connect_gradient_compression
+    from lightning_hybrid.strategies.slow_links.rounds import LocalRounds
 
     for callback in found:
         if isinstance(callback, GradientCompression):

@@ -39,9 +39,9 @@ from lightning_hybrid.strategies.options.auto_sizes import (
     plan_options,
 )
 from lightning_hybrid.strategies.options.options import Options
-from lightning_hybrid.strategies.world.rank_failures import check_connections
-from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
-from lightning_hybrid.strategies.world.return_results_of_forked_ranks import ForkedRanksLauncher
+from lightning_hybrid.strategies.world.failures import check_connections
+from lightning_hybrid.strategies.world.forked import ForkedRanksLauncher
+from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
 
 if TYPE_CHECKING:

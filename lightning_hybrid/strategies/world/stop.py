@@ -15,10 +15,10 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 
-from lightning_hybrid.collectives.wait_for_arrivals import pauses
+from lightning_hybrid.collectives.arrivals import pauses
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
-from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
+from lightning_hybrid.strategies.world.callbacks import RunCallback
 
 _SIGTERM = "sigterm"  # key in the store
 _INTERRUPT = 1 << 32  # above any number of stop points

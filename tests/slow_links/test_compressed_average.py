@@ -9,11 +9,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from harness.reducer_steps import mean_over_ranks
-from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
-from lightning_hybrid.gradient_compression.method import Traffic
-from lightning_hybrid.gradient_compression.power_sgd import PowerSGD
-from lightning_hybrid.gradient_compression.quantized import Int8, LowPrecision, OneBit, TopK
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
+from lightning_hybrid.slow_links.average import CompressedAverage
+from lightning_hybrid.slow_links.method import Traffic
+from lightning_hybrid.slow_links.power_sgd import PowerSGD
+from lightning_hybrid.slow_links.quantized import Int8, LowPrecision, OneBit, TopK
 
 SHAPES = {"a": (24, 16), "b": (24,), "c": (16, 3, 8), "d": (4, 2), "e": (24, 16)}
 SEED = 7

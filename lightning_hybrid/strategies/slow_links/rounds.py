@@ -12,17 +12,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.slow_link_callbacks import Gather, LocalSGD
-from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
-from lightning_hybrid.gradient_compression.method import all_reduce_bytes
+from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.patching import around
+from lightning_hybrid.slow_links.method import all_reduce_bytes
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints import (
+from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,
     local_states,
     save_states,
 )
-from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
+from lightning_hybrid.strategies.world.callbacks import RunCallback
 
 _MESSAGE_BYTES = 25 << 20
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord, RunRecorder, describe_failure
+from lightning_hybrid.verify.records.record import Failure, RunRecord, RunRecorder, describe_failure
 from lightning_hybrid.verify.saved_values import saved_values
 
 # How long a rank that failed waits for the other ranks to fail in the same way.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.gradient_compression.method import Finish, Method, Piece, Traffic
+from lightning_hybrid.slow_links.method import Finish, Method, Piece, Traffic
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -21,11 +21,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_hybrid.collectives.wait_for_arrivals import pauses
+from lightning_hybrid.collectives.arrivals import pauses
+from lightning_hybrid.collectives.forbidden import collectives_forbidden
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, reduced_as, replace
-from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lightning_hybrid.gradient_compression.compressed_average import PendingAverage
+    from lightning_hybrid.slow_links.average import PendingAverage
 
 
 class GradientBucket:

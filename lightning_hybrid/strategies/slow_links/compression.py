@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompression
-from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
-from lightning_hybrid.gradient_compression.power_sgd import PowerSGD
-from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
+from lightning_hybrid.slow_links.average import CompressedAverage
+from lightning_hybrid.slow_links.power_sgd import PowerSGD
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints import (
+from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,
     local_states,
     save_states,

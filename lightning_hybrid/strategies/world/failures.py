@@ -19,13 +19,13 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.collectives.wait_for_arrivals import pauses
+from lightning_hybrid.collectives.arrivals import pauses
 from lightning_hybrid.errors import NotOnAllRanks
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
-from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
-from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
-from lightning_hybrid.strategies.world.graceful_stop import GracefulStop, SlurmRequeue
+from lightning_hybrid.shared_memory.sockets import close_peer_sockets
+from lightning_hybrid.strategies.world.callbacks import RunCallback
+from lightning_hybrid.strategies.world.stop import GracefulStop, SlurmRequeue
 
 # Time for the others to fail by themselves, as they do where all ranks make the same mistake.
 _SECONDS_FOR_PEERS = 1.0

@@ -22,7 +22,7 @@ from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import keep_clean, replace, replaced
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keys_of
-from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
+from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.recording.values_kept_on_modules import RecordedCall
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+from lightning_hybrid.verify.experiment import Experiment, run_layout
 from lightning_hybrid.verify.judge import Comparison, Judge
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit
-from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
-from lightning_hybrid.verify.records.record_comparison import RESUMED, noise_by_parameter, unmoved
-from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
+from lightning_hybrid.verify.ranks import RanksFailed, run_ranks
+from lightning_hybrid.verify.records.compare import RESUMED, noise_by_parameter, unmoved
+from lightning_hybrid.verify.records.record import RunRecord
 from lightning_hybrid.verify.references import (
     Reference,
     data_split_of,
@@ -21,7 +22,6 @@ from lightning_hybrid.verify.references import (
     run_plain,
 )
 from lightning_hybrid.verify.report import Report
-from lightning_hybrid.verify.run_experiment import Experiment, run_layout
 
 # An update that rounding alone changes by more, relative to its size, is compared weakly.
 _WEAK = 1e-2

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.gradient_compression.method import Method, Piece
+from lightning_hybrid.slow_links.method import Method, Piece
 
 
 class RowsOfRanks(Protocol):

@@ -14,19 +14,22 @@ import os
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from math import prod
 from weakref import finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.shared_memory.collectives import hidden_from_modes
-from lightning_hybrid.shared_memory.peer_sockets import PeerSockets, PerGroup, exchange_files
+from lightning_hybrid.shared_memory.sockets import PeerSockets, PerGroup, exchange_files
 
 _SMALLEST_BLOCK = 4096  # bytes: a page
 _HEADER = 64  # bytes of a block before its content, which say whether it is in use
 _INITIAL_BYTES = 2**20
 _MAX_PACKET_BYTES = 4096
+_TAG = 2**62  # of rows of numbers; no other message has it
 _MAX_CACHED_VIEWS = 1000  # limit of cached views, which may be unused where shapes vary
 
 
@@ -167,3 +170,32 @@ def discard_unread_transfers() -> None:
     """Discard what was sent and not received, in all groups; all ranks call it, and none sends meanwhile."""
     for transfers in _transfers.all():
         transfers.generation += 1
+
+
+def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+    """Start to all-gather rows of equal length; collective, in one order on all ranks.
+
+    Args:
+        row: This rank's row, flat; must not be written until it is gathered.
+        group: The process group.
+
+    Returns:
+        A function that waits and returns the flat rows, by rank.
+    """
+    transfers = transfers_of(group) if row.device.type == "cpu" else None
+    if transfers is None:
+        rows = [torch.empty_like(row) for _ in range(group.size())]
+        work = dist.all_gather(rows, row, group=group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            """Returns the rows, of the shape of ``row``."""
+            if work is not None:
+                work.wait()
+            return rows
+
+        return wait
+    peers = [None if rank == group.rank() else rank for rank in range(group.size())]
+    for peer in peers:
+        if peer is not None:
+            transfers.send(peer, _TAG, row)
+    return lambda: [row if peer is None else transfers.receive(peer, _TAG, row.dtype) for peer in peers]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.gradient_compression.method import Finish, Method, Piece, Traffic
+from lightning_hybrid.slow_links.method import Finish, Method, Piece, Traffic
 
 Draw = Callable[[str, int, int], Tensor]
 

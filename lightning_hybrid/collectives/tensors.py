@@ -1,0 +1,131 @@
+"""Tensors between the ranks of a group: in a form that its backend can send, exchanged, or broadcast by an owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_hybrid.graph.step_graph import Value
+
+_ALIGNMENT = 16  # bytes; a dtype's view of a message begins at a multiple of its size
+# gloo's collectives do not support 16-bit integers and booleans, NCCL no complex numbers either.
+_SENDABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+
+
+def as_sendable(tensor: Tensor) -> Tensor:
+    """The contiguous tensor itself, or its flat bytes if some backend does not support its dtype; for no reductions."""
+    return tensor if tensor.dtype in _SENDABLE else tensor.reshape(-1).view(torch.uint8)
+
+
+def on_group_device(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Move a tensor of any shape to a device that the backend of ``group`` supports: an offloaded one to NCCL's."""
+    types = [device.type for device in group._device_types]
+    return tensor if not types or tensor.device.type in types else tensor.to(types[0])
+
+
+def group_device(group: ProcessGroup) -> torch.device:
+    """The device on which this rank receives what comes over a group: its own GPU, or the host."""
+    types = [device.type for device in group._device_types]
+    return torch.device("cpu" if "cpu" in types or not types else types[0])
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor that arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def exchange_tensors(
+    sent: Sequence[list[Tensor]], arriving: Sequence[Sequence[TensorSpec]], group: ProcessGroup
+) -> list[list[Tensor]]:
+    """Send tensors to each rank of a group, and receive those that each rank sends; one all-to-all, collective.
+
+    Args:
+        sent: For each rank of the group, dense tensors of any shapes and dtypes, on one device. The lists are emptied
+            once the message has their content.
+        arriving: For each rank of the group, what it sends to this one.
+        group: The ranks.
+
+    Returns:
+        For each rank of the group, the tensors of the given shapes, on the group's device; views of one message.
+    """
+    parts = [_padded_bytes(tensor) for tensors in sent for tensor in tensors]
+    message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    out_bytes = [sum(_padded_size(TensorSpec(tuple(t.shape), t.dtype)) for t in tensors) for tensors in sent]
+    parts.clear()
+    for tensors in sent:
+        tensors.clear()
+    sizes = [[_padded_size(spec) for spec in specs] for specs in arriving]
+    message = on_group_device(message, group)
+    received = message.new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(received, message, list(map(sum, sizes)), out_bytes, group=group)
+    found: list[list[Tensor]] = []
+    start = 0
+    for specs, padded in zip(arriving, sizes, strict=True):
+        found.append([])
+        for spec, size in zip(specs, padded, strict=True):
+            nbytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+            found[-1].append(received[start : start + nbytes].view(spec.dtype).view(spec.shape))
+            start += size
+    return found
+
+
+def _padded_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    missing = -len(flat) % _ALIGNMENT
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+
+
+def _padded_size(spec: TensorSpec) -> int:
+    nbytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+    return nbytes + -nbytes % _ALIGNMENT
+
+
+def broadcast_tensor(
+    value: Value, content: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """Broadcast a tensor of the recorded shape, or of any shape if that is dynamic, from the pipeline rank ``source``.
+
+    Args:
+        value: Its record in the step graph; gives shape and dtype.
+        content: The tensor on ``source``, None elsewhere.
+        source: Pipeline rank.
+        group: The ranks of one pipeline.
+        device: The device on which the group communicates.
+    """
+    if group.size() == 1:
+        assert content is not None
+        return content.detach()
+    shape: Sequence[int] = value.shape
+    if value.dynamic:
+        header = torch.zeros(9, dtype=torch.int64, device=device)
+        if content is not None:
+            header[0] = content.dim()
+            header[1 : 1 + content.dim()] = torch.tensor(content.shape)
+        dist.broadcast(header, group=group, group_src=source)
+        dims, *sizes = header.tolist()
+        shape = sizes[:dims]
+    if content is None:
+        content = torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
+    content = content.detach().to(device).resolve_conj().resolve_neg().contiguous()
+    dist.broadcast(as_sendable(content), group=group, group_src=source)
+    return content.to(value.device) if value.device else content
+
+
+def broadcast_buffer(buffer: Tensor, owner: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Broadcast a buffer, of one shape on all ranks, from the rank ``owner`` of a group; collective over it.
+
+    ``device`` is the one on which the group communicates.
+    """
+    content = buffer.detach().to(device).contiguous()
+    dist.broadcast(as_sendable(content), group=group, group_src=owner)
+    if content.data_ptr() != buffer.data_ptr():
+        buffer.detach().copy_(content)

@@ -1,1 +1,0 @@
-"""Sums of gradients over ranks, sent in compressed form."""
