@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,66 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_hybrid.logits.chunks import Autocast, RowLoss, RowOp, loss_in_chunks, map_chunks
+from lightning_hybrid.logits.chunks import Around, FullRows, Head, ShardedRows
 from lightning_hybrid.logits.lazy import HeadCall, LazyLogits
+from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
-from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
-
-Around = Callable[[nn.Module], AbstractContextManager[Any]]
-# Fewer make products slow, and the sums of the weight's gradient over chunks; more save less memory.
-_ROWS_OF_CHUNK = {"cpu": (256, 512), "cuda": (1024, 2048)}
-_LOSSES = frozenset({"cross_entropy", "nll_loss"})
-
-
-class Head:
-    """An output head, and what its logits are read by.
-
-    Attributes:
-        fqn: FQN of the linear.
-        has_loss: Whether a loss has read its logits.
-        reads: Where operations have read its logits in full, by their names.
-        chunks_of: The number of rows of the last loss, and of its chunks.
-    """
-
-    def __init__(self, fqn: str, module: nn.Linear, num_chunks: int | None, around: Around) -> None:
-        self.fqn, self.module = fqn, module
-        self._num_chunks, self._around = num_chunks, around
-        self.forward: Callable[[Tensor], Tensor] = module.forward
-        self.has_loss = False
-        self.reads: dict[str, str] = {}
-        self.chunks_of: tuple[int, int] | None = None
-
-    def full_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits of shape (..., vocabulary) from hidden states of shape (..., features)."""
-        return self.forward(hidden)
-
-    def loss(self, rows: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
-        """Compute the loss of hidden states of shape (rows, features) and targets of shape (rows,) in chunks."""
-        self.has_loss, count = True, self._count(len(rows))
-        self.chunks_of = len(rows), count
-        with self._around(self.module):
-            return loss_in_chunks(rows, self.module.weight, self.module.bias, target, loss, count)
-
-    def map_rows(self, rows: Tensor, function: RowOp, autocast: Autocast) -> Tensor:
-        """Compute a function of logits of shape (rows, vocabulary), one value per row, in chunks, without gradients."""
-        with self._around(self.module), autocast.entered():
-            return map_chunks(rows, self.module.weight, self.module.bias, function, autocast, self._count(len(rows)))
-
-    def _count(self, num_rows: int) -> int:
-        """The number of chunks; by default such that a chunk has half as many rows as features, within limits."""
-        least, most = _ROWS_OF_CHUNK.get(self.module.weight.device.type, _ROWS_OF_CHUNK["cuda"])
-        count = self._num_chunks or math.ceil(num_rows / min(max(self.module.in_features // 2, least), most))
-        return max(1, min(count, num_rows))
-
-    def read_in_full(self, operation: str) -> None:
-        """Note that an operation reads logits in full."""
-        if operation in _LOSSES:
-            self.has_loss = True
-        self.reads.setdefault(operation, user_line())
 
 
 class ChunkedLoss:
@@ -91,8 +38,9 @@ class ChunkedLoss:
         around: Around,
         inform: Callable[[str], None],
         warn: Callable[[str], None],
+        vocabularies: Mapping[str, Vocabulary] | None = None,
     ) -> None:
-        """Take linears outside of layers.
+        """Takes linears outside of layers.
 
         Args:
             modules: The linears, by FQN.
@@ -100,8 +48,12 @@ class ChunkedLoss:
             around: A context in which the parameters of a module are full.
             inform: Prints information, on the first rank.
             warn: Warns the user, on the first rank.
+            vocabularies: The row ranges of the linears whose weights and biases tensor ranks shard, by FQN.
         """
-        self.heads = {fqn: Head(fqn, module, num_chunks, around) for fqn, module in modules.items()}
+        rows = {fqn: ShardedRows(vocabulary) for fqn, vocabulary in (vocabularies or {}).items()}
+        self.heads = {
+            fqn: Head(fqn, module, num_chunks, around, rows.get(fqn, FullRows())) for fqn, module in modules.items()
+        }
         self._inform, self._warn = inform, warn
         self._calls: weakref.WeakSet[HeadCall] = weakref.WeakSet()
         self._reported: set[tuple[str, str]] = set()
@@ -175,9 +127,9 @@ class ChunkedLoss:
         if not self._is_first:
             return
         self._is_first = False
-        chunked = [head for head in self.heads.values() if head.chunks_of is not None]
+        chunked = [head for head in self.heads.values() if head.chunks_of]
         for head in chunked:
-            rows, count = head.chunks_of or (0, 0)
+            rows, count = head.chunks_of
             self._inform(f"chunked_loss: the loss of {head.fqn} is computed in {count} chunks of {rows} rows")
         if not chunked:
             found = "; ".join(f"the result of {fqn} is read by {read}" for fqn, read in self._reported)
@@ -215,6 +167,27 @@ def find_output_heads(
         and (any_size or module.out_features > module.in_features)
         and all(_is_plain(parameter) and id(parameter) not in sharded_ids for parameter in module.parameters())
     }
+
+
+def sharded_heads(
+    root: nn.Module, heads: dict[str, nn.Linear], vocabularies: Mapping[str, Vocabulary]
+) -> dict[str, Vocabulary]:
+    """The row ranges of heads that tensor ranks shard, by FQN; drops heads of which they shard the weight alone.
+
+    Args:
+        root: The user's module.
+        heads: From `find_output_heads`.
+        vocabularies: The row ranges of sharded weights and biases, by FQN in the root.
+    """
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    found = {}
+    for fqn, module in list(heads.items()):
+        of_parameters = [vocabularies.get(names[id(parameter)]) for parameter in module.parameters()]
+        if all(of_parameters):
+            found[fqn] = vocabularies[names[id(module.weight)]]
+        elif any(of_parameters):
+            heads.pop(fqn)
+    return found
 
 
 def _inside_repeated_layers(root: nn.Module) -> set[int]:

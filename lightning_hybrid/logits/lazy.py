@@ -10,36 +10,20 @@ user need not be analysed, and gets the values that it would get without chunks.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.logits.chunks import Autocast, RowLoss, RowOp
+from lightning_hybrid.logits.chunks import Autocast, Head, RowOp
 from lightning_hybrid.logits.lazy_rules import rule_of
 from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
 from lightning_hybrid.step.objects.op_names import METADATA
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
+from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize
 
 # Reads that need no content.
 _METADATA = METADATA | {"grad_fn", "is_leaf", "__hash__"}
-
-
-class OutputHead(Protocol):
-    """What lazy logits need of the linear that they are the result of."""
-
-    def full_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits of shape (..., vocabulary) from hidden states of shape (..., features)."""
-
-    def loss(self, rows: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
-        """Compute the loss of hidden states of shape (rows, features) and targets of shape (rows,) in chunks."""
-
-    def map_rows(self, rows: Tensor, function: RowOp, autocast: Autocast) -> Tensor:
-        """Compute a function of logits of shape (rows, vocabulary), one value per row, in chunks, without gradients."""
-
-    def read_in_full(self, operation: str) -> None:
-        """Note that an operation reads logits in full."""
 
 
 class HeadCall:
@@ -52,7 +36,7 @@ class HeadCall:
         version: Of the full logits as they were computed.
     """
 
-    def __init__(self, head: OutputHead, hidden: Tensor) -> None:
+    def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.hidden, self.autocast = head, hidden, Autocast.now(hidden.device)
         self._grad = torch.is_grad_enabled()
         self._full: Tensor | None = None
@@ -159,7 +143,15 @@ class LazyLogits(ShardedTensorBase):
         return self._full is not None or self.call.is_computed
 
     def full_tensor(self) -> Tensor:
-        """The plain tensor of this shape, differentiable; computed once, views share the memory of what they view."""
+        """The plain tensor of this shape, differentiable; a sharded vocabulary is gathered."""
+        full: Tensor = materialize(self.computed())
+        return full
+
+    def computed(self) -> Tensor:
+        """The logits, computed once; a tensor that holds a shard of the vocabulary where tensor ranks shard it.
+
+        They are differentiable, and views share the memory of what they view.
+        """
         if self._full is None:
             if self._origin is None:
                 self._full, self._written = self.call.full_logits(), self.call.version
@@ -169,7 +161,7 @@ class LazyLogits(ShardedTensorBase):
 
     def _full_of(self, origin: LazyLogits) -> tuple[Tensor, int]:
         """The full tensor, and its version before other code has written into it."""
-        source, has_grad = origin.full_tensor(), not self.is_detached  # other code may read it without gradients
+        source, has_grad = origin.computed(), not self.is_detached  # other code may read it without gradients
         with torch._C.DisableTorchFunction(), torch.set_grad_enabled(has_grad), self.call.autocast.entered():
             found: Tensor = self._ops[-1](source)
             if found.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
@@ -224,8 +216,8 @@ def _requires_grad(value: Tensor) -> bool:
 def _materialized(value: Any, *, detached: bool = False) -> Any:
     if not isinstance(value, LazyLogits):
         return value
-    full = value.full_tensor()
-    return full.detach() if detached else full
+    found = value.computed()
+    return found.detach() if detached else found
 
 
 def _note(operation: str, args: Any, kwargs: Any) -> None:

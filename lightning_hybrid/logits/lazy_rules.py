@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,33 +16,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.logits.chunks import Autocast, RowLoss, RowOp
 
-
-class Logits(Protocol):
-    """What the rules need of lazy logits; `LazyLogits` has the meanings of the attributes."""
-
-    call: Any
-    rows: Tensor
-    row_ops: tuple[RowOp, ...]
-    class_dim: int
-    is_detached: bool
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def derived(
-        self,
-        op: RowOp,
-        rows: Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        row_op: RowOp | None = None,
-        class_dim: int | None = None,
-        detached: bool = False,
-    ) -> Any:
-        """Return the lazy result of an operation; ``rows`` are its hidden states, of shape (..., features)."""
-
-
-Rule = Callable[[Logits, Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def rule_of(name: str) -> Rule | None:
@@ -56,14 +30,14 @@ def _op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowOp:
     return lambda x: func(x, *rest, **options)
 
 
-def _is_last(x: Logits) -> bool:
+def _is_last(x: Any) -> bool:
     return x.class_dim == len(x.shape) - 1
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
-def _reshape(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _reshape(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Operations that keep the order of elements, where the vocabulary stays the last dim."""
     op = _op(func, args, kwargs)
     if not _is_last(x) or _has_tensors(args, kwargs):
@@ -74,7 +48,7 @@ def _reshape(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
     return x.derived(op, x.rows.reshape(*shape[:-1], x.rows.shape[-1]))
 
 
-def _permute(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _permute(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Operations that reorder dims: the vocabulary stays last, or moves to dim 1, where losses expect it."""
     if not _is_last(x) or len(x.shape) > len(_SIZES) or _has_tensors(args, kwargs):
         return NotImplemented
@@ -91,7 +65,7 @@ def _permute(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
 _SIZES = (2, 3, 5, 7, 11)
 
 
-def _index(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _index(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """``x[index]``, where the index takes all of the vocabulary."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if not _is_last(x) or any(isinstance(item, list) for item in index):
@@ -116,7 +90,7 @@ def _dims_of(item: Any) -> int:
     return item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _along_dim(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _along_dim(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """``narrow``, ``select`` and ``index_select`` along another dim than that of the vocabulary."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if not _is_last(x) or not isinstance(dim, int) or dim % len(x.shape) == x.class_dim:
@@ -128,7 +102,7 @@ def _along_dim(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
 # --- elementwise ------------------------------------------------------------------------------------------------------
 
 
-def _elementwise(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _elementwise(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Casts, and operations with numbers."""
     others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
     if not args or "out" in kwargs or any(other.dim() or other.requires_grad for other in others):
@@ -140,16 +114,16 @@ def _elementwise(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
     return x.derived(op, x.rows, dtype=example.dtype, row_op=op, class_dim=x.class_dim)
 
 
-def _same(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _same(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """``contiguous`` and ``clone``."""
     return x.derived(_op(func, args, kwargs), x.rows, class_dim=x.class_dim)
 
 
-def _detach(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _detach(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return x.derived(func, x.rows.detach(), class_dim=x.class_dim, detached=True)
 
 
-def _log_softmax(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _log_softmax(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """``log_softmax`` along the vocabulary."""
     dim, dtype = args[1] if len(args) > 1 else kwargs.get("dim"), kwargs.get("dtype")
     known = {"input", "dim", "_stacklevel", "dtype"}
@@ -168,50 +142,16 @@ def _has_tensors(args: Any, kwargs: Any) -> bool:
 # --- reductions of rows -----------------------------------------------------------------------------------------------
 
 
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    return _in_chunks(
-        F.cross_entropy, input, target, weight, ignore_index, reduction, size_average, reduce, label_smoothing
-    )
-
-
-def _nll_loss(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    return _in_chunks(F.nll_loss, input, target, weight, ignore_index, reduction, size_average, reduce, 0.0)
-
-
-def _in_chunks(
-    function: Callable[..., Tensor],
-    x: Any,
-    target: Any,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    size_average: Any,
-    reduce: Any,
-    label_smoothing: float,
-) -> Any:
+def _loss(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """The loss in chunks, where the vocabulary is in dim 1 and the targets are classes."""
-    shape = x.rows.shape[:-1]
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    target, weight, reduction = given.get("target"), given.get("weight"), given.get("reduction", "mean")
+    shape, is_input = x.rows.shape[:-1], given.get("input") is x
     if (
         x.class_dim != 1
-        or size_average is not None
-        or reduce is not None
+        or not is_input
+        or any(given.get(name) is not None for name in ("size_average", "reduce"))
         or reduction not in ("mean", "sum", "none")
         or not isinstance(target, Tensor)
         or target.dtype is not torch.int64
@@ -221,14 +161,18 @@ def _in_chunks(
         or (weight is not None and (weight.shape != (x.shape[1],) or weight.requires_grad))
     ):
         return NotImplemented
-    options = (("label_smoothing", label_smoothing),) if label_smoothing else ()
-    loss = RowLoss(function, weight, ignore_index, reduction, options, x.row_ops, Autocast.now(x.device))
+    options = {"label_smoothing": smoothing} if (smoothing := given.get("label_smoothing", 0.0)) else {}
+    function = F.cross_entropy if func.__name__ == "cross_entropy" else F.nll_loss
+    head, autocast = x.call.head, Autocast.now(x.device)
+    loss = RowLoss(
+        function, weight, given.get("ignore_index", -100), reduction, options, x.row_ops, autocast, head.rows
+    )
     with torch.set_grad_enabled(torch.is_grad_enabled() and not x.is_detached):
-        result = x.call.head.loss(x.rows.reshape(-1, x.rows.shape[-1]), target.reshape(-1), loss)
+        result = head.loss(x.rows.reshape(-1, x.rows.shape[-1]), target.reshape(-1), loss)
     return result.view(shape) if reduction == "none" else result
 
 
-def _argmax(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+def _argmax(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """``argmax`` along the vocabulary, in chunks that are computed for it."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
@@ -245,11 +189,6 @@ def _argmax(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
     return found.unsqueeze(x.class_dim) if keep else found
 
 
-def _call(function: Callable[..., Any]) -> Rule:
-    """The rule of a function that takes the arguments of torch's own."""
-    return lambda x, func, args, kwargs: function(*args, **kwargs)
-
-
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"), _reshape),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "mT"), _permute),
@@ -261,7 +200,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("contiguous", "clone"), _same),
     **dict.fromkeys(("detach", "data"), _detach),
     "log_softmax": _log_softmax,
-    "cross_entropy": _call(_cross_entropy),
-    "nll_loss": _call(_nll_loss),
+    "cross_entropy": _loss,
+    "nll_loss": _loss,
     "argmax": _argmax,
 }

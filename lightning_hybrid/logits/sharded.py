@@ -155,10 +155,15 @@ class _Represent(torch.autograd.Function, NotIntercepted):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """This rank's rows of the gradient."""
-        if isinstance(grad, VocabularyShard) and grad.cut_dim == ctx.dim:
-            return grad.local, None, None
-        full = grad.gathered() if isinstance(grad, VocabularyShard) else grad
-        return ctx.vocabulary.local_rows(full, ctx.dim).clone(), None, None
+        return local_gradient(grad, ctx.dim, ctx.vocabulary), None, None
+
+
+def local_gradient(grad: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
+    """This rank's rows, along ``dim``, of a gradient of the full shape."""
+    if isinstance(grad, VocabularyShard) and grad.cut_dim == dim:
+        return grad.local
+    full = grad.gathered() if isinstance(grad, VocabularyShard) else grad
+    return vocabulary.local_rows(full, dim).clone()
 
 
 def represent(local: Tensor, dim: int, vocabulary: Vocabulary) -> VocabularyShard:

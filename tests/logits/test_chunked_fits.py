@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from harness.fits import Run, check, fit
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.strategies.techniques.logits import ChunkedLosses
-from models.hand_written import LENGTH, VOCABULARY, WIDTH, Lit, mlp
+from models.hand_written import LENGTH, VOCABULARY, WIDTH, Decoder, Lit, mlp
 from models.wide import BertWide, GPT2Wide, LlamaWide, NanoGPTWide
 
 CHUNKED = {"chunked_loss": 3}
@@ -149,11 +149,51 @@ def test_metrics_of_full_logits(worlds, run):
     assert chunks is not None and "topk" in reads
 
 
-@pytest.mark.parametrize("case", [LlamaWide, pytest.param(BertWide, marks=slow)])
-def test_vocabulary_that_tensor_ranks_shard_stays_sharded(worlds, case):
-    ranks, _ = check(worlds, Run(case, tp=2, **ONE), timeout=600)
-    assert not any(rank.extra for rank in ranks)
-    assert any(plan.vocabulary for plan in ranks[0].plans.values())
+def of_tensor_ranks(*runs):
+    return [pytest.param(run, marks=() if index < 3 else slow, id=name_of(run)) for index, run in enumerate(runs)]
+
+
+@pytest.mark.parametrize(
+    "run",
+    of_tensor_ranks(
+        Run(LlamaWide, tp=2, **ONE),
+        Run(Decoder, tp=2, **TWO),
+        Run(TransposedTied, tp=2, **TWO),
+        Run(TokenLosses, tp=2, **TWO),
+        Run(Accuracy, tp=2, **TWO),
+        Run(LlamaWide, pp=2, tp=2, **TWO),
+        Run(LlamaWide, tp=2, **zero(3, reshard_after_forward=True)),
+        Run(LlamaWide, tp=2, **ONE, sequence=True),
+        Run(LlamaWide, tp=2, **TWO, validate=True),
+        Run(BertWide, tp=2, **ONE),
+    ),
+)
+def test_parity_with_a_vocabulary_that_tensor_ranks_shard(worlds, run):
+    """A rank has a chunk of its shard of the logits; the numbers are those of one process without either."""
+    ranks, expected = check(worlds, run, timeout=600)
+    found = {fqn: seen for rank in ranks for fqn, seen in rank.extra.items()}
+    [(chunks, reads)] = found.values()
+    assert chunks[1] == 3 and not reads
+    assert any(plan.vocabulary for rank in ranks for plan in rank.plans.values())
+    for rank in ranks:
+        assert rank.logged == pytest.approx(expected.logged, rel=1e-9)
+
+
+@pytest.mark.parametrize("run", [Run(TopAccuracy, tp=2, **TWO)], ids=name_of)
+def test_metrics_of_full_logits_over_tensor_ranks(worlds, run):
+    ranks, expected = check(worlds, run, timeout=600)
+    for rank in ranks:
+        assert rank.logged["top"] == pytest.approx(expected.logged["top"], abs=1e-12)
+        [(chunks, reads)] = rank.extra.values()
+        assert chunks is not None and "topk" in reads
+
+
+def test_ranks_have_chunks_of_shards(worlds):
+    """A chunk of 64 rows of half of the vocabulary is the largest tensor that has one of its sizes."""
+    run = Run(LargeVocabulary, tp=2, microbatches=1, batch_size=64, callback=LargestOfSteps, dtype=torch.float32)
+    logits = 64 * LENGTH * 512 * 4
+    for rank in worlds.run(2, fit, replace(run, strategy={"chunked_loss": 32})):
+        assert max(rank.extra) <= logits * WIDTH / 512 * 2
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])

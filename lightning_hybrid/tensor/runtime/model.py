@@ -225,6 +225,17 @@ class ShardedModel:
                     found[id(parameter)] = self.shardings[0].placements[names[id(parameter)]]
         return WeightsOutsideUnits(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        """The row ranges of the weights of output heads, and their biases, that are sharded; by FQN in the root."""
+        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        ranks, found = GroupRanks(self._group), dict[str, Vocabulary]()
+        for fqn, plan in self.plans.items():
+            unit = self._root.get_submodule(fqn)
+            for inner in () if plan.watched else (name for name, dim in plan.vocabulary.items() if dim == 0):
+                name = names[id(unit.get_parameter(inner))]
+                found[name] = Vocabulary(self.shardings[0].placements[name].length, ranks)
+        return found
+
     def gather_on_read(self, guards: ReadGuards) -> None:
         """Gathers parameters when code outside of units reads them, where no recording shows what it reads."""
         used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
