@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.shards import AxisSharding
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -163,6 +163,7 @@ class Technique:
         option: How a user sets it, for messages.
         shardings: The shardings that it has added, of parameters that are gathered for a step.
         records: Whether it needs the recording of the first step.
+        changes_gradients: Whether it needs the complete gradients of a step.
         shares_layers: Whether it may shard layers over tensor ranks.
         shards: How this rank runs its shards of layers, if it does.
         storing: Stores what layers save for the backward, if it does.
@@ -173,6 +174,7 @@ class Technique:
     option = ""
     shardings: tuple[AxisSharding, ...] = ()
     records = False
+    changes_gradients = False
     shares_layers = False
 
     shards: Any = None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard, embed_in_zeros, join, padded, shard_tensor
+from lightning_hybrid.params.placement import Shard, embed_in_zeros, join, padded, shard_tensor
 from lightning_hybrid.shared_memory.collectives import shared_memory
 from lightning_hybrid.tensor.plan import Axis
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from lightning_hybrid.logits import rules as slice_losses
 from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
-from lightning_hybrid.parts.parameter_shard_placement import join, shard_tensor
+from lightning_hybrid.params.placement import join, shard_tensor
 from lightning_hybrid.tensor.proof.trials import TrialFailed, on_ranks
 from lightning_hybrid.tensor.search.model import choose_vocabulary_shardings, cross_entropy_failure
 from lightning_hybrid.tensor.search.uses import VocabularyUses

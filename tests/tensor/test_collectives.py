@@ -14,7 +14,7 @@ from harness.live_storages import LiveStorages
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+from lightning_hybrid.params.placement import shard_tensor
 from lightning_hybrid.tensor.collectives import GroupRanks
 from lightning_hybrid.tensor.runtime.unit import ShardedUnit
 from lightning_hybrid.tensor.search.unit import plan_unit

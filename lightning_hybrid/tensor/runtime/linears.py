@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.errors import CannotShard
-from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
+from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.collectives import Ranks, Readers, enter, gather, leave
 from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan

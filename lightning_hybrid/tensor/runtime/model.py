@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary
-from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, join, padded
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.guards import ReadGuards
+from lightning_hybrid.params.placement import Placement, Shard, join, padded
+from lightning_hybrid.params.reads.tensor_ranks import FullParameterReads
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.shared_memory.collectives import hidden_from_modes
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
@@ -33,7 +34,6 @@ from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives import GroupRanks, Ranks, paired
 from lightning_hybrid.tensor.plan import UnitPlan
-from lightning_hybrid.tensor.reads import FullParameterReads
 from lightning_hybrid.tensor.region import AroundDraw
 from lightning_hybrid.tensor.runtime.compiled import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.unit import ShardedUnit

@@ -31,7 +31,7 @@ from lightning_hybrid.collectives.arrivals import all_arrive, arrive
 from lightning_hybrid.errors import CannotShard, StepError
 from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
+from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.randomness.keyed_draws import FORWARD_WRAPPER
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten

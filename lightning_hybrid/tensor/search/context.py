@@ -19,7 +19,7 @@ from functools import partial
 
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, split_over_two_axes
+from lightning_hybrid.params.placement import Placement, Shard, split_over_two_axes
 from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.search.groups import GroupPlan, merged_plan

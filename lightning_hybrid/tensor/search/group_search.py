@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard
+from lightning_hybrid.params.placement import Placement, Shard
 from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.runtime.attention import attention_placements

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Placement, Shard
+from lightning_hybrid.params.placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.plan import LinearLike, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.search.context import stored_placements

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
+from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.step.standins.lazy_full_tensor import LazyFullTensor
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.tensor.collectives import ExchangingRanks, LinearMap

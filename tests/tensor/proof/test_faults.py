@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Replicated, Shard
+from lightning_hybrid.params.placement import Replicated, Shard
 from lightning_hybrid.tensor import region as entrances
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.proof.proof import proof_of

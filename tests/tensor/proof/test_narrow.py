@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard, shard_tensor
+from lightning_hybrid.params.placement import Piece, Shard, shard_tensor
 from lightning_hybrid.tensor.plan import NO_LINEAR
 from lightning_hybrid.tensor.proof import narrow as narrowing
 from lightning_hybrid.tensor.proof import proof

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Replicated, Shard
+from lightning_hybrid.params.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor import region as entrances
 from lightning_hybrid.tensor.proof import narrow as narrowing
 from lightning_hybrid.tensor.proof.narrow import narrow_layer

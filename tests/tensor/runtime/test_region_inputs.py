@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_hybrid.parts.parameter_shard_placement import Replicated
+from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.tensor.runtime.linears import RegionInputs
 from lightning_hybrid.tensor.search.model import plan_units
 from lightning_hybrid.tensor.search.uses import record_calls

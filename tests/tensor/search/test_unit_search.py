@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Replicated, Shard
+from lightning_hybrid.params.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.proof.example import make_example
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.proof.trials import Setting, TrialRanks, run_unsharded
