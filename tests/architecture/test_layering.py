@@ -29,7 +29,7 @@ FLOORS = [
     {"optimizers", "techniques"},
     {"pipeline/stages", "tensor/plan", "zero", "experts/moe", "memory", "replicate"},
     {"tensor", "tensor/collectives", "optimizers", "experts/parallel"},
-    {"experts", "logits", "tensor/region", "tensor/reads"},
+    {"experts", "logits", "tensor/region"},
     {"tensor/sequence"},
     {"tensor/runtime"},
     {"tensor/proof"},
