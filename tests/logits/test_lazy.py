@@ -12,6 +12,9 @@ from torch.optim import optimizer as optimizers
 
 from lightning_hybrid.logits.heads import ChunkedLoss, find_output_heads
 from lightning_hybrid.logits.lazy import LazyLogits
+from lightning_hybrid.logits.vocabulary import Vocabulary
+from lightning_hybrid.params.placement import Shard, join, shard_tensor
+from lightning_hybrid.tensor.proof.trials import on_ranks
 
 SAMPLES, LENGTH, WIDTH, VOCABULARY = 3, 7, 5, 31
 
@@ -467,3 +470,56 @@ def test_logits_are_freed_without_the_garbage_collector():
         loss.backward()
     finally:
         gc.enable()
+
+
+def of_ranks(loss, *, bias, size=2):
+    """Losses and gradients of a head whose vocabulary is sharded over ranks, the vocabulary's joined."""
+    ids, target = example()
+    placement = Shard.unevenly(0, VOCABULARY, size)
+    models = [Model(loss, bias=bias).double() for _ in range(size)]  # threads share torch's generator
+
+    def one(ranks):
+        model = models[ranks.rank]
+        full = model.head._parameters.copy()
+        for name, parameter in full.items():
+            if parameter is not None:
+                shard = shard_tensor(parameter.detach(), placement, ranks.rank, size).clone()
+                model.head._parameters[name] = nn.Parameter(shard)
+        vocabulary = Vocabulary(VOCABULARY, ranks)
+        losses = ChunkedLoss(
+            {"head": model.head}, 4, around=_nothing, inform=str, warn=str, vocabularies={"head": vocabulary}
+        )
+        found = results(model, lambda model: model(ids, target), losses)
+        [head] = losses.heads.values()
+        return found, set(head.reads), head.chunks_of, vocabulary.num_gathers
+
+    each = on_ranks(size, one)
+    joined = [join([found[index] for found, *_ in each], placement) for index in range(2, 3 + bias)]
+    return [*each[0][0][:2], *joined], each
+
+
+# Embedding, head, bias, in the order of parameters.
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "two losses"])
+def test_losses_in_chunks_of_shards(name, bias):
+    ids, target = example()
+    wanted = results(Model(LOSSES[name], bias=bias).double(), lambda model: model(ids, target))
+    found, each = of_ranks(LOSSES[name], bias=bias)
+    tolerance = 1e-6 if "transformers" in name else 1e-10  # which computes losses in float32
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True)
+    for results_of_rank, reads, chunks, gathers in each:
+        torch.testing.assert_close(results_of_rank[1], found[1], equal_nan=True)  # the embedding, on each rank
+        assert not reads and chunks and not gathers
+
+
+def test_other_reads_of_shards():
+    def top(logits, target):
+        return shifted(logits, target) + logits.topk(3).values.sum() + 0.1 * logits.logsumexp(-1).square().mean()
+
+    ids, target = example()
+    wanted = results(Model(top).double(), lambda model: model(ids, target))
+    found, each = of_ranks(top, bias=True)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert all(reads == {"topk", "logsumexp"} for _, reads, *_ in each)

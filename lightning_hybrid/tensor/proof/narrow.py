@@ -30,7 +30,7 @@ from lightning_hybrid.params.placement import Placement, Shard, scaled, shard_te
 from lightning_hybrid.step.objects.pytree import unflatten
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
-from lightning_hybrid.tensor.collectives import ExchangingRanks
+from lightning_hybrid.tensor.collectives import CountedRanks
 from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.proof.example import Example, make_example
 from lightning_hybrid.tensor.proof.proof import prove_cached
@@ -228,24 +228,6 @@ def _linear(linear: LinearLike, other: nn.Module) -> LinearLike:
     return replace(linear, num_out=shape[linear.out_dim], num_in=shape[linear.in_dim])
 
 
-class _ShapesOfRanks:
-    """One of several ranks, whose collectives on fake tensors give the right shapes."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leaves the tensor, of any shape, as it is."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of this rank, of any shape, for each rank."""
-        return [tensor.detach() for _ in range(self.size)]
-
-    def exchange(self, blocks: list[Tensor], shapes: list[Any]) -> list[Tensor]:
-        """Tensors of these shapes."""
-        return [blocks[0].new_empty(shape) for shape in shapes]
-
-
 def unsharded_trace(unit: nn.Module, example: Example, *, training: bool) -> ShapeTrace:
     """The trace of a unit of fake tensors, unsharded."""
     trace = ShapeTrace()
@@ -261,8 +243,8 @@ def sharded_trace(unit: nn.Module, plan: UnitPlan, example: Example, *, training
         ValueError: The sequence was not sharded although the plan shards it.
     """
     context_size = plan.context if plan.positions is not None and plan.positions.by != "tensor" else 1
-    ranks: ExchangingRanks = _ShapesOfRanks((plan.size - 1) * last, plan.size)
-    context: ExchangingRanks = _ShapesOfRanks((context_size - 1) * last, context_size)
+    ranks = CountedRanks((plan.size - 1) * last, plan.size)
+    context = CountedRanks((context_size - 1) * last, context_size)
     local: dict[str, Tensor] = {}
     for fqn, tensor in (*unit.named_parameters(), *unit.named_buffers()):
         with FAKE_MODE:
