@@ -28,7 +28,7 @@ from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.region import AroundDraw, mark, tensors_in
 from lightning_hybrid.tensor.runtime.attention import sharded_attention
 from lightning_hybrid.tensor.runtime.mode import RegionMode
-from lightning_hybrid.tensor.sequence.forward import ShardedSequence
+from lightning_hybrid.tensor.sequence.forward import FullSequence, ShardedSequence
 from lightning_hybrid.tensor.sequence.mode import RingAttentionMode
 from lightning_hybrid.tensor.sequence.positions import SequenceShard, save_local_shard, shard_sequence
 
@@ -88,7 +88,7 @@ class ParallelLinears:
     Attributes:
         forwards: The replacements of forwards, by FQN inside the unit.
         region_mode: The function mode of the current forward, if there is one.
-        sequence: The sharded sequence of the current forward, if it is sharded.
+        sequence: The sequence of the current forward.
         ring: The function mode of ring attention of the current forward, if it attends so.
     """
 
@@ -115,7 +115,7 @@ class ParallelLinears:
         self._ranks, self._context, self._all = ranks
         self._inputs, self._around_draw = inputs, around_draw
         self.region_mode: RegionMode | None = None
-        self.sequence: ShardedSequence | None = None
+        self.sequence = FullSequence()
         self.ring: RingAttentionMode | None = None
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
         if positions is not None and positions.ring_attention:
@@ -156,25 +156,21 @@ class ParallelLinears:
 
     def _on_full_shape(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a module whose code reads the length of the sequence."""
-        if self.sequence is not None:
-            args, kwargs = self._bypass_mode(self.sequence.module_inputs, fqn, args, kwargs)
-            self.sequence.is_local = False
+        args, kwargs = self._bypass_mode(self.sequence.module_inputs, fqn, args, kwargs)
+        self.sequence.is_local = False
         return forward(*args, **kwargs)
-
-    def _input(self, linear: LinearLike, x: Tensor) -> tuple[Tensor, bool]:
-        return (x, False) if self.sequence is None else self.sequence.linear_input(linear.fqn, x)
 
     def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
         """The product with the input in the region, at the positions that tensor ranks have together."""
-        if is_sharded and self.sequence is not None and self.sequence.inner is not None:
+        if is_sharded and isinstance(self.sequence, ShardedSequence) and self.sequence.inner is not None:
             x = self.sequence.represent(x, of_region=True)
         with save_local_shard(x):
             return run(self._inputs.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
 
     def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sequence, over, placement = self.sequence, self._ranks, self._plan.placements[linear.parameter("weight")]
-        x, is_sharded = self._input(linear, x)
-        if sequence is not None and sequence.exchanges(linear.fqn):
+        x, is_sharded = self.sequence.linear_input(linear.fqn, x)
+        if isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
             # Positions are exchanged for features after the linear, which has those of the tensor rank.
             assert self._plan.positions is not None and self._positions is not None
             over, placement = self._all, self._plan.positions.features[linear.fqn]
@@ -186,20 +182,19 @@ class ParallelLinears:
             sequence.is_local = False
         else:
             out = self._product(run, x, is_sharded, *args, **kwargs)
-            if sequence is not None and sequence.inner is not None:
-                sequence.is_local = False
+            sequence.is_local &= sequence.inner is None
         assert isinstance(placement, Shard)
         column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
         return mark(out, over.size, column, linear=linear.fqn)
 
     def _row(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sequence = self.sequence
-        if sequence is not None and sequence.exchanges(linear.fqn):
+        if isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
             x = sequence.to_positions(x, linear.fqn)
         if self._ranks.size == 1:
             return run(x, True, *args, **kwargs)
         out = run(x, False, *args, **kwargs)
-        if sequence is not None and sequence.inner is not None:
+        if isinstance(sequence, ShardedSequence) and sequence.inner is not None:
             out = sequence.reduce_scatter(out, sequence.inner)
         else:
             out = leave(out, self._ranks)
@@ -209,16 +204,16 @@ class ParallelLinears:
 
     def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         has_full_shape = isinstance(x, SequenceShard)
-        x, is_sharded = self._input(linear, x)
+        x, is_sharded = self.sequence.linear_input(linear.fqn, x)
         out = self._product(run, x, is_sharded, *args, **kwargs)
         out = gather(out, out.dim() + linear.feature_dim, self._ranks)
-        inner = None if self.sequence is None else self.sequence.inner
+        inner = self.sequence.inner
         return shard_sequence(out, inner) if inner is not None and is_sharded and not has_full_shape else out
 
     def _attention(
         self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if self.sequence is not None and self.ring is not None:
+        if self.ring is not None:
             if self.sequence.inner is not None:
                 raise CannotShard(
                     "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",
@@ -229,22 +224,15 @@ class ParallelLinears:
             return sharded_attention(
                 module, self._ranks, enter, summed, self._around_draw, *args, ring=attend, **kwargs
             )
-        if self.sequence is not None:
-            args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
-            self.sequence.is_local = False
+        args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
+        self.sequence.is_local = False
         ranks = self._all  # the ranks of one axis where the sequence is not sharded over the other
         with contextlib.ExitStack() as saved:
             for tensor in tensors_in((*args, *kwargs.values())):
                 saved.enter_context(save_local_shard(tensor))
             enter = partial(self._inputs.enter, ranks=ranks)
-            return sharded_attention(module, ranks, enter, self._leave, self._around_draw, *args, **kwargs)
-
-    def _leave(self, addend: Tensor) -> Tensor:
-        """The sum over all ranks, at this rank's positions where the sequence is sharded."""
-        if self.sequence is None:
-            return leave(addend, self._ranks)
-        addend = self.sequence.reduce_scatter(addend, self.sequence.sharding)
-        return leave(addend, self._ranks) if self.sequence.inner is None else addend
+            summed = partial(self.sequence.summed, ranks=self._ranks)
+            return sharded_attention(module, ranks, enter, summed, self._around_draw, *args, **kwargs)
 
 
 def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:

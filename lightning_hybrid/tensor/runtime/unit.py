@@ -53,7 +53,7 @@ from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankD
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
 from lightning_hybrid.tensor.runtime.mode import RegionMode
 from lightning_hybrid.tensor.runtime.proved import ProvedCalls
-from lightning_hybrid.tensor.sequence.forward import ShardedSequence
+from lightning_hybrid.tensor.sequence.forward import FullSequence, ShardedSequence
 from lightning_hybrid.tensor.sequence.mode import RingAttentionMode
 
 Tensors = Mapping[str, Tensor]
@@ -188,7 +188,7 @@ class ShardedUnit:
             CannotShard: It does what its plan was not proved for.
         """
         linears = self._linears
-        outer, linears.region_mode, linears.sequence = (linears.region_mode, linears.sequence), None, None
+        outer, linears.region_mode, linears.sequence = (linears.region_mode, linears.sequence), None, FullSequence()
         try:
             with self._region_inputs.of_forward():
                 return self._run_sharded(args, kwargs)
@@ -209,25 +209,22 @@ class ShardedUnit:
         return f"set {' and '.join(changes)}{also}"
 
     def _run_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        linears, sequence = self._linears, None
+        linears, sequence = self._linears, FullSequence()
         if (positions := self._positions) is not None:
             sequence = ShardedSequence.of_call(
                 positions, self._ranks, self._context, args, kwargs, learning=self.learning
             )
-            if sequence is None and positions.by != "tensor":
+            if not sequence.is_sharded and positions.by != "tensor":
                 return self._fallback(*args, **kwargs)
             linears.sequence = sequence
-            self.num_sharded_sequences += sequence is not None
-            self.last_sequence = sequence if self.learning else None
-        if sequence is not None:
-            args, kwargs = sequence.begin(args, kwargs)
-        else:  # in the unit, values that are no shards may differ between ranks
-            args, kwargs = materialize_call(args, kwargs)
+            self.num_sharded_sequences += sequence.is_sharded
+            self.last_sequence = sequence if self.learning and isinstance(sequence, ShardedSequence) else None
+        args, kwargs = sequence.begin(args, kwargs)
         with contextlib.ExitStack() as undo:
             names, cut_ids = self._put_tensors(undo)
             is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
             rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
-            compiled = None if is_watched or sequence is not None or self._path is not None else self.compiled
+            compiled = None if is_watched or sequence.is_sharded or self._path is not None else self.compiled
             forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
             for fqn in self._plan.roles:
                 _check_forward(fqn, self._modules[fqn])
@@ -243,24 +240,24 @@ class ShardedUnit:
                     regions=(self._ranks, self._all),
                     batch=next((len(x) for x in flatten_call(args, kwargs)[0] if isinstance(x, Tensor) and x.dim()), 1),
                     around_draw=self._around_draw,
-                    positions=None if sequence is None else sequence.lengths,
+                    positions=sequence.lengths,
                 )
                 undo.enter_context(linears.region_mode)
             linears.ring = RingAttentionMode.of(sequence, rules, learning=self.learning)
             if linears.ring is not None:
                 undo.enter_context(linears.ring)
-            if sequence is not None and self._unit.training:
+            if sequence.is_sharded and self._unit.training:
                 undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
             with self._path or contextlib.nullcontext():
                 output = forward(*args, **kwargs)
         self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
         output = self._gathered_output(output) if self._plan.outputs else output
-        return output if sequence is None else sequence.end(output, keep_sharded=self.keeps_sharded)
+        return sequence.end(output, keep_sharded=self.keeps_sharded)
 
     @property
     def has_local_positions(self) -> bool:
         """Whether the current forward works on a sequence shard."""
-        return self._linears.sequence is not None
+        return self._linears.sequence.is_sharded
 
     def _run_full(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = materialize_call(args, kwargs)
@@ -279,7 +276,7 @@ class ShardedUnit:
         """Replaces parameters and buffers by local ones; returns names, and numbers of ranks of shards, by id."""
         provided = {} if self._tensors is None else self._tensors()
         plan = self._plan
-        positions = None if self._linears.sequence is None else self._positions
+        positions = self._positions if self._linears.sequence.is_sharded else None
         local = {}
         for fqn, ((members, name), *_) in self._slots.items():
             tensor = provided.get(fqn, members[name])

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
-from lightning_hybrid.tensor.collectives import ExchangingRanks
+from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize, materialize_call
+from lightning_hybrid.tensor.collectives import ExchangingRanks, Ranks, leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.sequence import positions as positions
 from lightning_hybrid.tensor.sequence.positions import (
@@ -30,7 +30,43 @@ from lightning_hybrid.tensor.sequence.positions import (
 )
 
 
-class ShardedSequence:
+class FullSequence:
+    """The sequence of a forward in which each rank has all positions."""
+
+    is_sharded = attends_by_ring = False
+    is_local = False
+    lengths: tuple[tuple[int, ...], int] | None = None
+    outer: SequenceSharding | None = None
+    inner: SequenceSharding | None = None
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The unit's arguments, lazy tensors gathered: in the unit, values that are no shards may differ by rank."""
+        return materialize_call(args, kwargs)
+
+    def end(self, output: Any, *, keep_sharded: bool) -> Any:
+        """The unit's result."""
+        return output
+
+    def module_inputs(
+        self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a module in the unit."""
+        return args, kwargs
+
+    def linear_input(self, fqn: str, x: Tensor) -> tuple[Tensor, bool]:
+        """The input ``(..., features)`` of a linear, which is not this rank's positions alone."""
+        return x, False
+
+    def exchanges(self, fqn: str) -> bool:
+        """Whether context ranks exchange positions for the features of a linear."""
+        return False
+
+    def summed(self, addend: Tensor, ranks: Ranks) -> Tensor:
+        """The sum of the ranks' addends, of their shape."""
+        return leave(addend, ranks)
+
+
+class ShardedSequence(FullSequence):
     """The sharded sequence of one forward of a unit.
 
     Attributes:
@@ -40,25 +76,29 @@ class ShardedSequence:
         inputs: While learning, the indices of sharded arguments that were observed, by FQN of the module.
         outputs: While learning, the indices of sharded results of the unit that were observed.
         is_local: Whether the running code works on this rank's positions alone.
+        attends_by_ring: Whether local queries attend by ring attention.
+        lengths: The numbers of positions that values in regions may have, and the number that this rank has.
     """
+
+    is_sharded = True
 
     def __init__(self, plan: PositionsPlan, sharding: AnySharding, batch: tuple[int, ...], *, learning: bool) -> None:
         """Takes the plan of the unit and the sizes ``batch`` before the positions; ``learning`` in a trial."""
         self._plan, self.sharding, self._batch, self._learning = plan, sharding, batch, learning
-        self.outer: SequenceSharding | None = None
-        self.inner: SequenceSharding | None = None
         if isinstance(sharding, TwoLevelSharding):
             self.outer, self.inner = sharding.outer, sharding.inner
         elif plan.by == "tensor":
             self.inner = sharding
         else:
             self.outer = sharding
+        full = (sharding.length, *([self.inner.length] if self.inner is not None else []))
+        self.lengths = tuple(dict.fromkeys(full)), sharding.local_length
         # Code that contains no linear that exchanges works on the shard of a context rank.
         self._of_region = {fqn for fqn in plan.shown if not any(_is_inside(linear, fqn) for linear in plan.features)}
         self._shards: dict[tuple[int, bool], tuple[Tensor, SequenceShard, int]] = {}
         self.inputs: dict[str, tuple[int, ...]] = {}
         self.outputs: tuple[int, ...] = plan.outputs
-        self.is_local = True
+        self.is_local, self.attends_by_ring = True, plan.ring_attention
 
     @classmethod
     def of_call(
@@ -70,33 +110,22 @@ class ShardedSequence:
         kwargs: dict[str, Any],
         *,
         learning: bool,
-    ) -> ShardedSequence | None:
-        """The sharded sequence of a call of the unit; None for another kind of call, or fewer positions than ranks."""
+    ) -> FullSequence:
+        """The sequence of a call of the unit: full in another kind of call, or with fewer positions than ranks."""
         leaves, _ = flatten_call(args, kwargs)
         full = leaves[plan.leaf_index] if plan.leaf_index < len(leaves) else None
         if not isinstance(full, Tensor) or full.dim() != plan.num_dims:
-            return None
+            return FullSequence()
         length = full.shape[plan.dim]
         num_ranks = (1 if plan.by == "context" else ranks.size) * (1 if plan.by == "tensor" else context.size)
         if length < num_ranks or (plan.ring_attention and length < 2 * context.size):
-            return None  # a ring has two chunks on each rank
+            return FullSequence()  # a ring has two chunks on each rank
         sharding: AnySharding
         if plan.by == "both":
             sharding = TwoLevelSharding.of(plan.dim, length, context, ranks)
         else:
             sharding = SequenceSharding(plan.dim, length, ranks if plan.by == "tensor" else context)
         return cls(plan, sharding, tuple(full.shape[: plan.dim]), learning=learning)
-
-    @property
-    def attends_by_ring(self) -> bool:
-        """Whether local queries attend by ring attention."""
-        return self._plan.ring_attention
-
-    @property
-    def lengths(self) -> tuple[tuple[int, ...], int]:
-        """The numbers of positions that values in regions may have, and the number that this rank has."""
-        full = (self.sharding.length, *([self.inner.length] if self.inner is not None else []))
-        return tuple(dict.fromkeys(full)), self.sharding.local_length
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The unit's arguments with this rank's positions of the sequence; other lazy tensors are gathered."""
@@ -189,6 +218,11 @@ class ShardedSequence:
         _check_length(addend, sharding)
         self.is_local = True
         return positions.leave(addend, sharding)
+
+    def summed(self, addend: Tensor, ranks: Ranks) -> Tensor:
+        """This rank's positions of the sum of the ranks' addends, which have the full shape."""
+        addend = self.reduce_scatter(addend, self.sharding)
+        return leave(addend, ranks) if self.inner is None else addend
 
     def to_positions(self, inside: Tensor, fqn: str) -> Tensor:
         """All-to-all: ``(positions, local heads)`` to ``(local positions, features)`` of a context rank."""

@@ -25,7 +25,7 @@ from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.tensor.collectives import enter
 from lightning_hybrid.tensor.plan import RING, Rule, Site
 from lightning_hybrid.tensor.region import BROADCAST, mark, sharded_over, site_of_call
-from lightning_hybrid.tensor.sequence.forward import ShardedSequence
+from lightning_hybrid.tensor.sequence.forward import FullSequence
 from lightning_hybrid.tensor.sequence.positions import SequenceSharding, local_positions
 from lightning_hybrid.tensor.sequence.ring import local_rows, ring_attention
 
@@ -52,11 +52,9 @@ class RingAttentionMode(TorchFunctionMode):
         self._lengths = sharding.local_length, sharding.length
 
     @classmethod
-    def of(
-        cls, sequence: ShardedSequence | None, rules: dict[Site, Rule], *, learning: bool
-    ) -> RingAttentionMode | None:
+    def of(cls, sequence: FullSequence, rules: dict[Site, Rule], *, learning: bool) -> RingAttentionMode | None:
         """The mode of a forward of the unit; None if it attends otherwise. Arguments as for the class."""
-        if sequence is None or sequence.outer is None or not sequence.attends_by_ring:
+        if sequence.outer is None or not sequence.attends_by_ring:
             return None
         return cls(sequence.outer, rules, learning=learning)
 
