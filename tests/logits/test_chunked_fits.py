@@ -70,7 +70,8 @@ class TokenLosses(NanoGPTWide):
 def name_of(run):
     sizes = "".join(f"-{name}{getattr(run, name)}" for name in ("pp", "dp", "tp", "cp") if getattr(run, name) > 1)
     options = "".join(f"-{name}={value}" for name, value in run.strategy.items() if name != "chunked_loss")
-    return f"{run.case.__name__}{sizes}-m{run.microbatches}{options}{'-validate' * run.validate}"
+    flags = "-sequence" * run.sequence + "-validate" * run.validate
+    return f"{run.case.__name__}{sizes}-m{run.microbatches}{options}{flags}"
 
 
 ONE = {"microbatches": 1, "strategy": CHUNKED, "callback": Heads}
