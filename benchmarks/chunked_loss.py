@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
-from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
+from lightning_hybrid.logits.heads import ChunkedLoss, find_output_heads
 
 
 class GPT(nn.Module):

@@ -30,9 +30,9 @@ import torch
 from side_by_side import quartiles, verdict
 from torch import nn
 
-from lightning_hybrid.tensor.narrow import narrow_layer
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.proof import narrow
+from lightning_hybrid.tensor.search.unit import plan_unit
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tensor": {"size": 2},
@@ -97,7 +97,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if args.full_width:
-        narrow_layer.LEAST_NUMEL = 10**12
+        narrow.LEAST_NUMEL = 10**12
     call = llama(args.llama) if args.llama else block(args.width)
     bound = LLAMA[args.llama][-1] if args.llama else BOUND
     if args.profile:

@@ -25,15 +25,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_hybrid.params.placement import Shard
-from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
-from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import (
+from lightning_hybrid.tensor.collectives import GroupRanks
+from lightning_hybrid.tensor.sequence.kernels import FlashOnCpu, Scores
+from lightning_hybrid.tensor.sequence.order import Block, RingOrder
+from lightning_hybrid.tensor.sequence.positions import (
     SequenceSharding,
     to_heads,
     to_positions,
 )
-from lightning_hybrid.tensor.ring_attention.attention_kernels import FlashOnCpu, Scores
-from lightning_hybrid.tensor.ring_attention.balanced_order import Block, RingOrder
-from lightning_hybrid.tensor.ring_attention.ring_attention import ring_attention
+from lightning_hybrid.tensor.sequence.ring import ring_attention
 
 
 class CountingRanks(GroupRanks):

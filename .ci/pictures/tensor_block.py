@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.params.placement import shard_tensor
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.search.unit import plan_unit
 
 WIDTH, HEADS, SIZE = 512, 8, 2
 

@@ -20,7 +20,6 @@ from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.optimizers.trial import can_step_shards, is_of_torch, state_shapes
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
-from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host

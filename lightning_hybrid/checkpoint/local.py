@@ -20,7 +20,6 @@ from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.params.shards import LocalShards
-from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts

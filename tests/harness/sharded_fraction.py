@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_hybrid.params.placement import Shard
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.plan import UnitPlan
 
 _UNCALLED = "the step does not call it"
 

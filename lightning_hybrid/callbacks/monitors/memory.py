@@ -24,7 +24,6 @@ from lightning_hybrid.callbacks.pictures import (
     ORANGE,
 )
 from lightning_hybrid.errors import add_error_note, causes_of, is_out_of_memory
-from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.standins.absent_tensors import is_absent

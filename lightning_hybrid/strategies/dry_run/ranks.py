@@ -28,7 +28,7 @@ from lightning_hybrid.strategies.planning import PlanRequest, RunPlan, make_plan
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.experts import ExpertParallel
 from lightning_hybrid.strategies.techniques.tensor import TensorParallel
-from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED
+from lightning_hybrid.tensor.search.unit import NOT_SEARCHED
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
 

@@ -21,9 +21,9 @@ from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.experts import ExpertTensorRanks
 from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.techniques.technique import Messages, Operation
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective, CountedRanks
-from lightning_hybrid.tensor.shapes_only.measure_sharded_unit import UnitUse, measure_unit
+from lightning_hybrid.tensor.collectives import Collective, CountedRanks
+from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.proof.measure import UnitUse, measure_unit
 
 Place = tuple[int, int]  # indices among tensor ranks and among context ranks
 

@@ -150,7 +150,7 @@ class Options:
         if self.microbatch_weight is not None and not callable(self.microbatch_weight):
             raise TypeError(f"microbatch_weight={self.microbatch_weight!r}; use function(microbatch) -> count")
         if self.tensor_parallel_plan is not None:
-            from lightning_hybrid.tensor.requests.user_plan import check_styles
+            from lightning_hybrid.tensor.search.requests import check_styles
 
             check_styles(self.tensor_parallel_plan)
         compile_options(self.compile)

@@ -160,7 +160,6 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
     from lightning_hybrid.params.reads.gather import Stages
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.params.shards import LocalShards
-    from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners
     from lightning_hybrid.pipeline.stages.plan import buffer_owners
     from lightning_hybrid.strategies.user_code.loaders import wrap_loaders
     from lightning_hybrid.strategies.user_code.watched import summarize_full_parameters, wrap_user_hooks

@@ -25,7 +25,7 @@ from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 
 if TYPE_CHECKING:
-    from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+    from lightning_hybrid.tensor.plan import UnitPlan
 
 
 class ModulePartition:

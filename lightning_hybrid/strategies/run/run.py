@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.strategies.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback
     from lightning_hybrid.strategies.techniques.reducers import Reducers
-    from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+    from lightning_hybrid.tensor.runtime.model import ShardedModel
 
 
 Kind = TypeVar("Kind", bound=Technique)

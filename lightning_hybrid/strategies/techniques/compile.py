@@ -28,8 +28,8 @@ from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.strategies.options.options import compile_options
 from lightning_hybrid.techniques.technique import Active, Technique
-from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, why_not_compiled
-from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+from lightning_hybrid.tensor.runtime.compiled import CompiledRegionInputs, why_not_compiled
+from lightning_hybrid.tensor.runtime.model import ShardedModel
 from lightning_hybrid.text import spanned
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")

@@ -34,11 +34,9 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.options import Options, compile_options
 from lightning_hybrid.strategies.techniques.tensor_plans import check_is_sharded
 from lightning_hybrid.techniques.technique import Active, Technique
-from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, Ranks
-from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import enter, leave, sum_gradients
-from lightning_hybrid.tensor.collectives.sequence_shard_tensor import shard_sequence
-from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import SequenceSharding, gather_sequence
-from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+from lightning_hybrid.tensor.collectives import GroupRanks, Ranks, enter, leave, sum_gradients
+from lightning_hybrid.tensor.runtime.model import ShardedModel
+from lightning_hybrid.tensor.sequence.positions import SequenceSharding, gather_sequence, shard_sequence
 
 
 class ExpertParallel(Technique):

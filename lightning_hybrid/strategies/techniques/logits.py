@@ -9,8 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
-from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
+from lightning_hybrid.logits.heads import ChunkedLoss, find_output_heads, sharded_heads
 from lightning_hybrid.techniques.technique import Active, Technique
 
 
@@ -28,10 +27,12 @@ class ChunkedLosses(Technique):
         """Find the output heads of this rank."""
         setting, option = run.setting, run.setting.options.chunked_loss
         sharded = run.names_over("tp")
+        vocabularies = {} if run.shards is None else run.shards.vocabularies()
         is_compiled, is_counted = setting.options.compile is not None, option is not True
-        heads = find_output_heads(setting.module, sharded=sharded, is_compiled=is_compiled, any_size=is_counted)
+        others = sharded - vocabularies.keys()
+        heads = find_output_heads(setting.module, sharded=others, is_compiled=is_compiled, any_size=is_counted)
         if not heads and (sharded or run.is_pipelined):
-            return Active()  # tensor ranks shard the logits, or another stage has them
+            return Active()  # another stage has them
         is_first = all(run.mesh.rank_in(axis) == 0 for axis in ("data", "cp", "tp"))  # of its stage
         self.losses = ChunkedLoss(
             heads,
@@ -39,6 +40,7 @@ class ChunkedLosses(Technique):
             around=run.active.gathered,
             inform=logging.getLogger(pl.__name__).info if is_first else lambda _: None,
             warn=warnings.warn if is_first else lambda _: None,
+            vocabularies=sharded_heads(setting.module, heads, vocabularies),
         )
         return _Heads(self.losses)
 

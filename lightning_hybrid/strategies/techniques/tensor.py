@@ -28,18 +28,14 @@ from lightning_hybrid.strategies.techniques.tensor_plans import (
     warn_of_full_sequences,
 )
 from lightning_hybrid.techniques.technique import Active, Technique
-from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls, record_calls
-from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, WeightUse
-from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
-from lightning_hybrid.tensor.requests.plan_requests_by_unit import requests_by_unit
-from lightning_hybrid.tensor.requests.read_transformers_tp_plan import requests_of_model
-from lightning_hybrid.tensor.requests.user_plan import Request, requests_of_user
-from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
-from lightning_hybrid.tensor.search.model_search import plan_units
-from lightning_hybrid.tensor.search.plan_cache import PlanCache
-from lightning_hybrid.tensor.search.prove_branch import lines_of_branch
-from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED, plan_unit
-from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import KeyedDraws
+from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.region import KeyedDraws
+from lightning_hybrid.tensor.runtime.model import ShardedModel
+from lightning_hybrid.tensor.search.cache import PlanCache, lines_of_branch
+from lightning_hybrid.tensor.search.model import plan_units
+from lightning_hybrid.tensor.search.requests import Request, requests_by_unit, requests_of_model, requests_of_user
+from lightning_hybrid.tensor.search.unit import NOT_SEARCHED, plan_unit
+from lightning_hybrid.tensor.search.uses import UnitCalls, VocabularyUses, WeightUse, record_calls
 
 
 class TensorParallel(Technique):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
-from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import NO_SEQUENCE, NOTHING_SHARDED
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, UnitPlan
+from lightning_hybrid.tensor.search.sequence import NO_SEQUENCE, NOTHING_SHARDED
 
 
 def check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:

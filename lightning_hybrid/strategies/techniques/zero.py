@@ -89,7 +89,7 @@ class Zero(Technique):
 
         They are no layer's own to gather and free.
         """
-        from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
+        from lightning_hybrid.tensor.search.uses import record_calls
 
         units = variant.recording.units
         with record_calls(find_layers(units), units) as calls:

@@ -15,7 +15,6 @@ from lightning_hybrid.callbacks import LocalSGD, PipelineTimeline
 from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps
 from lightning_hybrid.schedule.measured.lost_time import LOSSES
 from lightning_hybrid.schedule.measured.seconds import StageSeconds, load_measured_costs
-from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds
 from models.cases import Samples, make
 from models.hand_written import Layers
 

@@ -15,10 +15,8 @@ from harness.trainer_runs import trainer_of, weights_of
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.memory import free as memory
 from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
-from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.strategies.execution.first_step import describe_verdict, printed_once
 from lightning_hybrid.verify.first_step import Verdict
-from lightning_hybrid.verify.first_step_comparison import Verdict
 from models.tiny import FEATURES, Tiny, loader
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from harness.fits import Run, check, fit, reference_of, refusal
-from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
+from lightning_hybrid.tensor.collectives import GroupRanks
 from models.mixtures import Routers
 
 

@@ -17,7 +17,7 @@ from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
 from lightning_hybrid.strategies.description import table as announcing
 from lightning_hybrid.strategies.techniques.tensor import plan_folder
 from lightning_hybrid.strategies.techniques.tensor_plans import warn_across_nodes
-from lightning_hybrid.tensor.search.plan_cache import FILE_NAME
+from lightning_hybrid.tensor.search.cache import FILE_NAME
 from models.regression import FEATURES, Regression, regression_data
 
 

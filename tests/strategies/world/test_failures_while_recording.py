@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
 from harness.trainer_runs import ignore_warnings, trainer_of
-from lightning_hybrid.tensor.runtime import sharded_unit
+from lightning_hybrid.tensor.runtime import unit
 from models.cases import Samples
 from models.mixtures import Looped
 from models.tiny import FEATURES, Tiny, loader
@@ -146,7 +146,7 @@ def run_failing_in_layer(rank, options):
     ignore_warnings()
     trainer = trainer_of(2, 1, strategy_options=options, num_sanity_val_steps=0)
     try:
-        with mock.patch.object(sharded_unit, "_SECONDS_FOR_OTHERS", 0.5):
+        with mock.patch.object(unit, "_SECONDS_FOR_OTHERS", 0.5):
             trainer.fit(FailsInLayer(rank), loader(4))
     except Exception as error:
         functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
-from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls, dims_of_several, value_read_in
+from lightning_hybrid.tensor.runtime.proved import ProvedCalls, dims_of_several, value_read_in
 
 MADE = []
 

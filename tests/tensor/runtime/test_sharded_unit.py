@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.params.placement import join, shard_tensor
-from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
-from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.collectives import GroupRanks
+from lightning_hybrid.tensor.runtime.unit import ShardedUnit
+from lightning_hybrid.tensor.search.unit import plan_unit
 from models.tensor_blocks import BLOCKS, WIDTH, Block, FusedAttention, tokens
 
 TOLERANCE = 1e-10

@@ -10,12 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls
-from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
-from lightning_hybrid.tensor.requests.user_plan import Request
-from lightning_hybrid.tensor.search import plan_cache as cache_file
-from lightning_hybrid.tensor.search.model_search import plan_units
-from lightning_hybrid.tensor.search.plan_cache import FILE_NAME, PlanCache, to_json
+from lightning_hybrid.tensor.search import cache as cache_file
+from lightning_hybrid.tensor.search.cache import FILE_NAME, PlanCache, to_json
+from lightning_hybrid.tensor.search.model import plan_units
+from lightning_hybrid.tensor.search.requests import Request, UnitRequests
+from lightning_hybrid.tensor.search.uses import UnitCalls
 from models.tensor_blocks import BLOCKS, BiasedAttention, Block, FusedAttention, GroupedQueries, tokens
 
 NUM_PROOFS = 2  # runs of one proof, of a unit that does the same in all modes

@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.trial.example_inputs import copied
+from lightning_hybrid.tensor.proof.example import copied
+from lightning_hybrid.tensor.search.unit import plan_unit
 
 transformers: Any = pytest.importorskip("transformers")
 

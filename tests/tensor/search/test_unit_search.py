@@ -11,13 +11,13 @@ from torch import nn
 
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
 from lightning_hybrid.params.placement import Piece, Replicated, Shard
-from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import find_positions
-from lightning_hybrid.tensor.search.plan_cache import from_json, to_json
-from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import RankDraws
-from lightning_hybrid.tensor.trial.example_inputs import make_example
-from lightning_hybrid.tensor.trial.run_unit_trials import Setting, TrialRanks, run_unsharded
-from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
+from lightning_hybrid.tensor.proof.example import make_example
+from lightning_hybrid.tensor.proof.proof import Proof
+from lightning_hybrid.tensor.proof.trials import Setting, TrialRanks, run_unsharded
+from lightning_hybrid.tensor.region import RankDraws
+from lightning_hybrid.tensor.runtime.mode import find_positions
+from lightning_hybrid.tensor.search.cache import from_json, to_json
+from lightning_hybrid.tensor.search.unit import plan_unit
 from models.tensor_blocks import BLOCKS, WIDTH, BiasedAttention, Block, FusedAttention, tokens
 
 # name -> what is sharded over 2 ranks: columns -> rows (or what is gathered), in their order

@@ -1,0 +1,339 @@
+"""Groups of ranks that a layer is sharded over, as one of them sees it: all-reduce, all-gather, all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.params.placement import Shard, embed_in_zeros, join, padded, shard_tensor
+from lightning_hybrid.shared_memory.collectives import shared_memory
+from lightning_hybrid.tensor.plan import Axis
+
+
+class Ranks(Protocol):
+    """The ranks that a layer is sharded over, as seen by one of them.
+
+    Attributes:
+        rank: The number of this rank among them.
+        size: The number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums a contiguous tensor of any shape over the ranks, in place."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in their order; all have one shape."""
+
+
+class ExchangingRanks(Ranks, Protocol):
+    """Ranks that a sequence may be sharded over."""
+
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size], /) -> list[Tensor]:
+        """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
+
+
+class GroupRanks:
+    """The ranks of a process group: through shared memory where they are on one host, else by its collectives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Sets up shared memory, which is collective for the first object of a group."""
+        self.group = group
+        self._memory = shared_memory(group)
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums a contiguous tensor of any shape over the ranks, in place."""
+        if self._memory is not None:
+            self._memory.all_reduce(_as_real(tensor))
+        else:
+            dist.all_reduce(_as_real(tensor), group=self.group)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in their order; all have one shape."""
+        if self._memory is not None:
+            return self._memory.all_gather(tensor.contiguous())
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather([_as_real(block) for block in gathered], _as_real(tensor.contiguous()), group=self.group)
+        return gathered
+
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
+        sent = [_as_real(block.contiguous()).reshape(-1) for block in blocks]
+        real = [(*shape, 2) if blocks[0].is_complex() else tuple(shape) for shape in shapes]
+        counts = [prod(shape) for shape in real]
+        if self._memory is not None:
+            received = self._memory.exchange(sent, counts)
+        else:
+            flat = sent[0].new_empty(sum(counts))
+            dist.all_to_all_single(flat, torch.cat(sent), counts, [block.numel() for block in sent], group=self.group)
+            received = list(flat.split(counts))
+        found = [block.view(shape) for block, shape in zip(received, real, strict=True)]
+        return [torch.view_as_complex(block) for block in found] if blocks[0].is_complex() else found
+
+
+def as_ranks(group: dist.ProcessGroup | ExchangingRanks | None) -> ExchangingRanks:
+    """The ranks of a group; a single rank for None."""
+    if group is None:
+        return OneRank()
+    return GroupRanks(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+class OneRank:
+    """A group of one rank: its collectives return their input."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leaves the tensor, of any shape, as it is."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of this rank alone, of any shape."""
+        return [tensor]
+
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """The block of this rank alone, of any shape."""
+        return blocks
+
+
+class PairedRanks:
+    """The ranks of two axes together: `rank = outer rank * inner size + inner rank`."""
+
+    def __init__(self, outer: Ranks, inner: Ranks) -> None:
+        self._outer, self._inner = outer, inner
+        self.rank, self.size = outer.rank * inner.size + inner.rank, outer.size * inner.size
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums a contiguous tensor of any shape over the ranks of both axes, in place."""
+        self._inner.all_reduce(tensor)
+        self._outer.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in their order; all have one shape."""
+        of_inner = torch.stack(self._inner.all_gather(tensor))
+        return [block for blocks in self._outer.all_gather(of_inner) for block in blocks.unbind()]
+
+
+def paired(outer: Ranks, inner: Ranks) -> Ranks:
+    """The ranks of two axes together; the ranks of one axis where the other has a single rank."""
+    if inner.size == 1:
+        return outer
+    return inner if outer.size == 1 else PairedRanks(outer, inner)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """A view as real numbers: gloo supports no complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+Map = Callable[[Tensor], Tensor]
+
+
+class LinearMap(torch.autograd.Function):
+    """Applies a linear map; the backward applies its adjoint, so that gradients can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, run: Map, adjoint: Map) -> Tensor:
+        """The result of the map, whose shape may differ."""
+        ctx.maps = adjoint, run
+        return run(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient, of the shape of the input."""
+        return LinearMap.apply(grad, *ctx.maps), None, None
+
+
+@dataclass
+class Readers:
+    """The readers of a value that has entered a region.
+
+    Attributes:
+        fresh: Each allocates a new tensor for its gradient, as products with weights do: it can be summed in place.
+    """
+
+    fresh: bool = False
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, readers: Readers) -> Tensor:
+        """A view of the same shape."""
+        ctx.ranks, ctx.readers = ranks, readers
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The sum over the ranks, of the same shape."""
+        if not ctx.readers.fresh or torch.is_grad_enabled():
+            # The gradient that autograd passes in may be in use elsewhere too.
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        return _Leave.apply(grad.contiguous(), ctx.ranks), None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        """The sum over the ranks, in the memory of ``tensor``, which may have any shape."""
+        ctx.ranks = ranks
+        ctx.mark_dirty(tensor)
+        ranks.all_reduce(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient, of the same shape."""
+        return _Enter.apply(grad, ctx.ranks, Readers()), None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, placements: tuple[Shard | None, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Views of the same shapes."""
+        ctx.ranks, ctx.placements = ranks, placements
+        ctx.set_materialize_grads(False)
+        ctx.made = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The sums, of the same shapes; None for a parameter that no rank has used, which optimizers leave alone."""
+        ranks = ctx.ranks
+        full = []
+        for grad, placement, (shape, dtype, device) in zip(grads, ctx.placements, ctx.made, strict=True):
+            own = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            full.append(own if placement is None else embed_in_zeros(own, placement, ranks.rank, ranks.size))
+        used = full[0].new_ones(len(full))
+        for index, grad in enumerate(grads):
+            if grad is None:
+                used[index] = 0
+        # One message for all of them: they are small.
+        flat = _Leave.apply(torch.cat([*(grad.reshape(-1) for grad in full), used]), ranks)
+        *sums, users = flat.split([*(grad.numel() for grad in full), len(full)])
+        totals: list[Tensor | None] = []
+        for total, like, grad, placement, count in zip(sums, full, grads, ctx.placements, users, strict=True):
+            if grad is None and not count:  # read only where this rank has not used it
+                totals.append(None)
+                continue
+            whole = total.view_as(like)
+            totals.append(whole if placement is None else shard_tensor(whole, placement, ranks.rank, ranks.size))
+        return None, None, *totals
+
+
+def enter(tensor: Tensor, ranks: Ranks, readers: Readers | None = None) -> Tensor:
+    """Lets a replicated value enter a region: its gradient is summed over the ranks.
+
+    Args:
+        tensor: The value, equal on all ranks, of any shape.
+        ranks: The tensor ranks.
+        readers: The operations in the region that read it, complete when the forward ends; any by default.
+    """
+    return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks, readers or Readers())
+
+
+def leave(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Sums the ranks' addends, in place: the result is a replicated value of their shape."""
+    return tensor if ranks.size == 1 else _Leave.apply(tensor.contiguous(), ranks)
+
+
+def gather(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """All-gathers the ranks' features along ``dim``, in the order of ranks: the result is a replicated value.
+
+    Args:
+        tensor: This rank's features, of one shape on all ranks.
+        dim: The dim of the features; the result has ``ranks.size`` times as many.
+        ranks: The tensor ranks.
+    """
+    if ranks.size == 1:
+        return tensor
+    return LinearMap.apply(
+        tensor,
+        lambda local: torch.cat(ranks.all_gather(local), dim),
+        lambda full: full.chunk(ranks.size, dim)[ranks.rank].contiguous(),
+    )
+
+
+def sum_gradients(tensors: list[Tensor], placements: list[Shard | None], ranks: Ranks) -> list[Tensor]:
+    """Sums the gradients of parameters that ranks hold in common and use on different features, in one message.
+
+    Args:
+        tensors: The parameters, or this rank's shards of them; the results have their shapes.
+        placements: For each, how it is sharded (shards that ranks repeat are summed), or None for a replicated one.
+        ranks: The tensor ranks.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # experts that other ranks share refuse reads of user code
+        return list(_SumGradients.apply(ranks, tuple(placements), *tensors))
+
+
+def local_shard(full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
+    """This rank's shard of a full tensor that all ranks have; its gradient is the full one on each of them.
+
+    Args:
+        full: The same on every rank, of any shape that the placement cuts.
+        placement: How it is sharded.
+        ranks: The ranks that hold the shards.
+    """
+    return LinearMap.apply(
+        full,
+        lambda full: shard_tensor(full, placement, ranks.rank, ranks.size),
+        lambda local: join(ranks.all_gather(padded(local, placement).contiguous()), placement),
+    )
+
+
+Kind = Literal["all_reduce", "all_gather", "all_to_all"]
+
+
+class Collective(NamedTuple):
+    """One collective of a rank.
+
+    Attributes:
+        kind: Its name.
+        nbytes: Of the tensor that the rank puts in.
+        axis: "tensor" or "context".
+    """
+
+    kind: Kind
+    nbytes: int
+    axis: Axis = "tensor"
+
+
+class CountedRanks:
+    """One of several ranks, with the collectives of the protocol `ExchangingRanks`; the others are not there.
+
+    Attributes:
+        rank: The number of this rank.
+        size: The number of ranks.
+        done: The collectives so far; ranks of two axes may share one list.
+    """
+
+    def __init__(self, rank: int, size: int, axis: Axis = "tensor", done: list[Collective] | None = None) -> None:
+        self.rank, self.size, self._axis = rank, size, axis
+        self.done: list[Collective] = [] if done is None else done
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Count an all-reduce; the tensor, of any shape, stays as it is."""
+        self._add("all_reduce", tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Count an all-gather; the tensor of each rank, of the same shape."""
+        self._add("all_gather", tensor)
+        return [tensor.detach()] * self.size
+
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """Count an all-to-all; a tensor from each rank, in these shapes."""
+        if self.size > 1:
+            self.done.append(Collective("all_to_all", sum(block.nbytes for block in blocks), self._axis))
+        return [blocks[0].new_empty(shape) for shape in shapes]
+
+    def _add(self, kind: Kind, tensor: Tensor) -> None:
+        if self.size > 1:
+            self.done.append(Collective(kind, tensor.nbytes, self._axis))

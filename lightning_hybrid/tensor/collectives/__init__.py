@@ -1,1 +1,0 @@
-"""Collectives of tensor and context ranks inside of layers, with their gradients."""

@@ -1,1 +1,0 @@
-"""Tensor plans: how the layers of a model are sharded over tensor ranks, as plain data."""

@@ -1,0 +1,259 @@
+"""Column- and row-parallel forwards of a unit's linears and attentions.
+
+    column      local output features: its input enters the region
+    row         local input features: its output is summed over ranks, and then its bias is added
+    gathered    local output features, which are all-gathered
+    attention   an `nn.MultiheadAttention`: column and row in one
+
+Where the sequence is sharded over tensor ranks, inputs are all-gathered and outputs reduce-scattered; in a region that
+mixes positions, context ranks exchange positions for features (all-to-all) after its columns and before its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hybrid.errors import CannotShard
+from lightning_hybrid.params.placement import Shard, shard_tensor
+from lightning_hybrid.patching import Replacement
+from lightning_hybrid.tensor.collectives import Ranks, Readers, enter, gather, leave
+from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.region import AroundDraw, mark, tensors_in
+from lightning_hybrid.tensor.runtime.attention import sharded_attention
+from lightning_hybrid.tensor.runtime.mode import RegionMode
+from lightning_hybrid.tensor.sequence.forward import FullSequence, ShardedSequence
+from lightning_hybrid.tensor.sequence.mode import RingAttentionMode
+from lightning_hybrid.tensor.sequence.positions import SequenceShard, save_local_shard, shard_sequence
+
+
+class RegionInputs:
+    """The values that have entered in the current forward; the backward sums over ranks once for each."""
+
+    def __init__(self, ranks: Ranks, every: Ranks, *, gathers: bool) -> None:
+        """Takes the ranks of regions.
+
+        Args:
+            ranks: The tensor ranks.
+            every: The tensor ranks, or tensor ranks times context ranks where the latter exchange positions.
+            gathers: Whether gathering the positions of a value lets it enter over the tensor ranks.
+        """
+        self._ranks, self._every, self._gathers = ranks, every, gathers
+        self._entered: dict[tuple[int, int], tuple[Tensor, int, Tensor, Readers]] = {}  # by id and number of ranks
+
+    @contextlib.contextmanager
+    def of_forward(self) -> Iterator[None]:
+        """A context around one forward, in which no value has entered yet."""
+        outer, self._entered = self._entered, {}
+        try:
+            yield
+        finally:
+            self._entered = outer
+
+    def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
+        """The value, of the same shape, in a region of ``ranks``, for one more reader (``fresh``: as in `Readers`)."""
+        if isinstance(tensor, SequenceShard):  # it enters over the ranks that the sequence is sharded over
+            inside = tensor.entered()
+            return inside if self._gathers else self.enter(inside, self._ranks)
+        if not tensor.requires_grad or not torch.is_grad_enabled() or ranks.size == 1:
+            return tensor
+        cached = self._entered.get((id(tensor), ranks.size))
+        if cached is not None and cached[0] is tensor and cached[1] == tensor._version:
+            cached[3].fresh &= fresh
+            return cached[2]
+        readers = Readers(fresh)
+        inside = enter(tensor, ranks, readers)
+        self._entered[id(tensor), ranks.size] = (tensor, tensor._version, inside, readers)
+        self.remember(inside)
+        return inside
+
+    def remember(self, inside: Tensor) -> None:
+        """Registers a value, of any shape, that is in the region already."""
+        for ranks in (self._ranks, self._every):
+            self._entered[id(inside), ranks.size] = (inside, inside._version, inside, Readers())
+
+
+Run = Callable[..., Tensor]  # the product of a linear with the local shard of its weight, with or without the bias
+
+
+class ParallelLinears:
+    """The linears of one unit on one rank.
+
+    Attributes:
+        forwards: The replacements of forwards, by FQN inside the unit.
+        region_mode: The function mode of the current forward, if there is one.
+        sequence: The sequence of the current forward.
+        ring: The function mode of ring attention of the current forward, if it attends so.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        plan: UnitPlan,
+        positions: PositionsPlan | None,
+        ranks: tuple[Ranks, Ranks, Ranks],
+        inputs: RegionInputs,
+        around_draw: AroundDraw,
+    ) -> None:
+        """Makes the forwards.
+
+        Args:
+            modules: All modules of the unit, by FQN.
+            plan: The plan of the unit.
+            positions: The sequence sharding, with the features of a tensor rank as context ranks shard them.
+            ranks: The tensor ranks, the context ranks, and both together where the sequence is sharded over context.
+            inputs: The inputs of the unit's regions.
+            around_draw: A context around each draw of random numbers inside of a region.
+        """
+        self._modules, self._plan, self._positions = modules, plan, positions
+        self._ranks, self._context, self._all = ranks
+        self._inputs, self._around_draw = inputs, around_draw
+        self.region_mode: RegionMode | None = None
+        self.sequence = FullSequence()
+        self.ring: RingAttentionMode | None = None
+        self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
+        if positions is not None and positions.ring_attention:
+            attentions = (fqn for fqn, module in modules.items() if isinstance(module, nn.MultiheadAttention))
+            self.forwards |= {fqn: self._attention_forward(fqn) for fqn in attentions}
+        if positions is not None:
+            shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
+            self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
+        self.forwards = {
+            fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward, reason="parallel linears")
+            for fqn, run in self.forwards.items()
+        }
+
+    def _forward_of(self, fqn: str) -> Callable[..., Any]:
+        module, role = self._modules[fqn], self._plan.roles[fqn]
+        if role == "attention":
+            return self._attention_forward(fqn)
+        linear = self._plan.linears[fqn]
+        run = convolution_of(module) if linear.is_convolution else partial(product_of, module, linear)
+        forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
+        return partial(self._bypass_mode, partial(forward, linear, run))
+
+    def _attention_forward(self, fqn: str) -> Callable[..., Any]:
+        module = self._modules[fqn]
+        assert isinstance(module, nn.MultiheadAttention)
+        return partial(self._bypass_mode, partial(self._attention, fqn, module))
+
+    def _bypass_mode(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Pauses the region mode: operations of sharded forwards need no rewriting."""
+        mode = self.region_mode
+        if mode is None:
+            return forward(*args, **kwargs)
+        mode.paused = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            mode.paused = False
+
+    def _on_full_shape(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a module whose code reads the length of the sequence."""
+        args, kwargs = self._bypass_mode(self.sequence.module_inputs, fqn, args, kwargs)
+        self.sequence.is_local = False
+        return forward(*args, **kwargs)
+
+    def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
+        """The product with the input in the region, at the positions that tensor ranks have together."""
+        if is_sharded and isinstance(self.sequence, ShardedSequence) and self.sequence.inner is not None:
+            x = self.sequence.represent(x, of_region=True)
+        with save_local_shard(x):
+            return run(self._inputs.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
+
+    def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        sequence, over, placement = self.sequence, self._ranks, self._plan.placements[linear.parameter("weight")]
+        x, is_sharded = self.sequence.linear_input(linear.fqn, x)
+        if isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
+            # Positions are exchanged for features after the linear, which has those of the tensor rank.
+            assert self._plan.positions is not None and self._positions is not None
+            over, placement = self._all, self._plan.positions.features[linear.fqn]
+            if is_sharded:
+                out = sequence.to_heads(self._product(run, x, True), linear.fqn)
+            else:  # another sequence, replicated on every rank
+                features, context = self._positions.features[linear.fqn], self._context
+                out = shard_tensor(run(self._inputs.enter(x, over), True), features, context.rank, context.size)
+            sequence.is_local = False
+        else:
+            out = self._product(run, x, is_sharded, *args, **kwargs)
+            sequence.is_local &= sequence.inner is None
+        assert isinstance(placement, Shard)
+        column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
+        return mark(out, over.size, column, linear=linear.fqn)
+
+    def _row(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        sequence = self.sequence
+        if isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
+            x = sequence.to_positions(x, linear.fqn)
+        if self._ranks.size == 1:
+            return run(x, True, *args, **kwargs)
+        out = run(x, False, *args, **kwargs)
+        if isinstance(sequence, ShardedSequence) and sequence.inner is not None:
+            out = sequence.reduce_scatter(out, sequence.inner)
+        else:
+            out = leave(out, self._ranks)
+        bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
+        # Added once, to the sum, in place.
+        return out if bias is None else out.add_(bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim)))
+
+    def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        has_full_shape = isinstance(x, SequenceShard)
+        x, is_sharded = self.sequence.linear_input(linear.fqn, x)
+        out = self._product(run, x, is_sharded, *args, **kwargs)
+        out = gather(out, out.dim() + linear.feature_dim, self._ranks)
+        inner = self.sequence.inner
+        return shard_sequence(out, inner) if inner is not None and is_sharded and not has_full_shape else out
+
+    def _attention(
+        self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.ring is not None:
+            if self.sequence.inner is not None:
+                raise CannotShard(
+                    "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",
+                    entry="ring-attention",
+                )
+            enter, attend = partial(self._inputs.enter, ranks=self._ranks), partial(self.ring.attend_in_module, fqn)
+            summed = partial(leave, ranks=self._ranks)
+            return sharded_attention(
+                module, self._ranks, enter, summed, self._around_draw, *args, ring=attend, **kwargs
+            )
+        args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
+        self.sequence.is_local = False
+        ranks = self._all  # the ranks of one axis where the sequence is not sharded over the other
+        with contextlib.ExitStack() as saved:
+            for tensor in tensors_in((*args, *kwargs.values())):
+                saved.enter_context(save_local_shard(tensor))
+            enter = partial(self._inputs.enter, ranks=ranks)
+            summed = partial(self.sequence.summed, ranks=self._ranks)
+            return sharded_attention(module, ranks, enter, summed, self._around_draw, *args, **kwargs)
+
+
+def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:
+    """Multiplies ``(..., in features)`` by the module's local shard of the weight."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    bias = module._parameters.get("bias") if with_bias else None
+    return F.linear(x, weight if linear.out_dim == 0 else weight.t(), bias)
+
+
+def convolution_of(module: nn.Module) -> Callable[..., Tensor]:
+    """Makes a function that calls a convolution, with or without its bias; shapes are those of its forward."""
+    forward = module.forward
+
+    def run(x: Tensor, with_bias: bool, *args: Any, **kwargs: Any) -> Tensor:
+        if with_bias:
+            return forward(x, *args, **kwargs)
+        bias, module._parameters["bias"] = module._parameters["bias"], None
+        try:
+            return forward(x, *args, **kwargs)
+        finally:
+            module._parameters["bias"] = bias
+
+    return run

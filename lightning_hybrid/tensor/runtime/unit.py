@@ -1,0 +1,427 @@
+"""A unit that runs sharded by its plan; the user's module is restored after each forward.
+
+While `ShardedUnit.running` is entered, the unit's forward is replaced on the instance. A call of it
+
+1. replaces parameters by the rank's local shards, and integer attributes (number of heads) by the divided ones;
+2. replaces the forwards of sharded linears by column-parallel, row-parallel or gathered ones;
+3. enters the region mode, where the plan requires that operations are rewritten;
+4. runs the user's forward, and restores everything.
+
+Inputs and outputs are equal on all tensor ranks, and on all context ranks.
+
+Where the sequence is sharded over context ranks, linears are sharded over tensor ranks and get local positions. In a
+region that mixes positions, context ranks exchange them for features after its columns and before its rows, so its
+features are sharded over tensor ranks times context ranks; those of other regions over tensor ranks:
+
+    local positions ─► column of a tensor rank ─► all-to-all ─► local heads, all positions ─► all-to-all ─► row ─► sum
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.collectives.arrivals import all_arrive, arrive
+from lightning_hybrid.errors import CannotShard, StepError
+from lightning_hybrid.logits.sharded import represent
+from lightning_hybrid.logits.vocabulary import Vocabulary
+from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
+from lightning_hybrid.patching import replace, replaced
+from lightning_hybrid.randomness.keyed_draws import FORWARD_WRAPPER
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
+from lightning_hybrid.tensor.collectives import (
+    ExchangingRanks,
+    GroupRanks,
+    Ranks,
+    as_ranks,
+    gather,
+    local_shard,
+    paired,
+    sum_gradients,
+)
+from lightning_hybrid.tensor.plan import UnitPlan, local_positions
+from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankDraws, sharded_over
+from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
+from lightning_hybrid.tensor.runtime.mode import RegionMode
+from lightning_hybrid.tensor.runtime.proved import ProvedCalls
+from lightning_hybrid.tensor.sequence.forward import FullSequence, ShardedSequence
+from lightning_hybrid.tensor.sequence.mode import RingAttentionMode
+
+Tensors = Mapping[str, Tensor]
+Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them
+Modules = Mapping[str, nn.Module]
+
+
+def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
+    for planned, found, kind in ((plan.size, ranks.size, "tensor"), (plan.context, context.size, "context")):
+        if planned != found and (kind == "tensor" or plan.positions is not None):
+            raise ValueError(f"the plan is for {planned} {kind} ranks but the group has {found}; plan the unit again")
+
+
+# A rank whose forward has raised in a check waits for the others no longer than this: they come, or wait for it.
+_SECONDS_FOR_OTHERS = 10.0
+
+
+class ShardedUnit:
+    """A unit, and the state of its sharded forwards on one rank.
+
+    Attributes:
+        fqn: FQN of the unit in the root, for errors; empty in trials.
+        learning: Whether the region mode makes rules instead of following them; set by trials.
+        keeps_sharded: Whether results of a sharded sequence go to the next unit as shards.
+        last_region_mode: The region mode of the last forward, if there was one.
+        last_sequence: While learning, the sharded sequence of the last forward.
+        num_sharded_sequences: Number of forwards in which the sequence was sharded.
+        vocabularies: The row ranges of parameters that are sharded along their vocabulary, by FQN.
+        num_gathers: How often such parameters, and values computed from them, were gathered in forwards.
+        proved: The checks of its forwards; None where no user code runs in them.
+        compiled: If set, runs the user's forward compiled where no mode is needed, with forwards for its linears.
+    """
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        plan: UnitPlan,
+        ranks: dist.ProcessGroup | ExchangingRanks,
+        *,
+        context: dist.ProcessGroup | ExchangingRanks | None = None,
+        tensors: Callable[[], Tensors] | None = None,
+        around_draw: AroundDraw | None = None,
+        around_local_draw: AroundDraw | None = None,
+    ) -> None:
+        """Binds a unit to its plan.
+
+        Args:
+            unit: The user's module.
+            plan: Its plan, from `plan_unit`.
+            ranks: The tensor ranks.
+            context: The context ranks, if there are several.
+            tensors: Called before each forward for the local shards of this rank, by FQN inside the unit; tensors that
+                are missing, and by default all, are those that the unit holds at that time.
+            around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the
+                draws of the ranks differ. By default each rank has a separate generator state for these.
+            around_local_draw: The same around draws for a rank's local positions.
+        """
+        self._ranks, self._context = as_ranks(ranks), as_ranks(context)
+        _check_sizes(plan, self._ranks, self._context)
+        self._positions = local_positions(plan)
+        by = self._positions and self._positions.by
+        self._all = paired(self._ranks, self._context) if by in ("context", "both") else self._ranks
+        self.fqn = ""
+        self.learning = self.keeps_sharded = False
+        self.last_region_mode: RegionMode | None = None
+        self.last_sequence: ShardedSequence | None = None
+        self.num_gathers = self.num_sharded_sequences = 0
+        self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
+        self._unit, self._plan, self._tensors = unit, plan, tensors
+        self.proved: ProvedCalls | None = None
+        if plan.calls and not all(type(module).__module__.startswith("torch.") for module in unit.modules()):
+            self.proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=self._on_any_rank, meet=self._meet)
+        self._path: TorchCallSites | None = None  # of a forward that is checked
+        self._fallback_unit: ShardedUnit | None = None
+        self._modules = dict(unit.named_modules())
+        self._forward = unit.forward
+        self._slots = find_slots(self._modules, plan.placements)
+        self._originals = {fqn: members[name] for fqn, ((members, name), *_) in self._slots.items()}
+        device = next((p.device for p in unit.parameters()), torch.device("cpu"))
+        self._bind_draws(device, around_draw, around_local_draw)
+        self._fallback: Callable[..., Any] = self._run_full
+        if (full := plan.full_sequence_plan) is not None:
+            other = ShardedUnit(unit, full, self._ranks, tensors=tensors, around_draw=self._around_draw)
+            self._fallback, self._fallback_unit = other.run_sharded, other
+        self.vocabularies = {
+            fqn: Vocabulary(plan.placements[fqn].length, self._ranks)  # type: ignore[union-attr]
+            for fqn in plan.vocabulary
+        }
+        self._region_inputs = RegionInputs(self._ranks, self._all, gathers=by != "context")
+        axes = self._ranks, self._context, self._all
+        self._linears = ParallelLinears(
+            self._modules, plan, self._positions, axes, self._region_inputs, self._around_draw
+        )
+
+    def _bind_draws(self, device: torch.device, around_draw: AroundDraw | None, local: AroundDraw | None) -> None:
+        self._around_draw = self._around_local_draw = around_draw or RankDraws(self._all.rank, device)
+        if self._positions is not None and self._positions.by == "context":  # tensor ranks have the same positions
+            if local is None and self._ranks.size > 1:
+                local = RankDraws(self._all.size + self._context.rank, device)
+            self._around_local_draw = local or self._around_draw
+
+    # --- one forward --------------------------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[None]:
+        """A context in which the unit's forward runs sharded."""
+        return replaced(self._unit, "forward", self.run_sharded, reason="runs a sharded unit")
+
+    def _on_any_rank(self, vote: bool) -> bool:
+        device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
+        votes = torch.full((1,), float(vote), device=device)
+        for ranks in (self._ranks, self._context):
+            if ranks.size > 1:
+                ranks.all_reduce(votes)
+        return bool(votes)
+
+    def _meet(self, error: Exception | None) -> None:
+        """Arrive where the ranks vote; raise the error of this rank if the others wait for it elsewhere."""
+        groups = [ranks.group for ranks in (self._ranks, self._context) if isinstance(ranks, GroupRanks)]
+        arrivals = [(group, arrive(group)) for group in groups if group.size() > 1]
+        if error is not None and not all(all_arrive(*arrival, _SECONDS_FOR_OTHERS) for arrival in arrivals):
+            raise error
+
+    def _set_path(self, path: TorchCallSites | None) -> None:
+        self._path = path
+        if self._fallback_unit is not None:
+            self._fallback_unit._path = path
+
+    def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's forward, sharded; arguments and results are those of the unit.
+
+        Raises:
+            CannotShard: It does what its plan was not proved for.
+        """
+        linears = self._linears
+        outer, linears.region_mode, linears.sequence = (linears.region_mode, linears.sequence), None, FullSequence()
+        try:
+            with self._region_inputs.of_forward():
+                return self._run_sharded(args, kwargs)
+        except CannotShard as error:
+            if not self.fqn:
+                raise
+            raise CannotShard(f"{self.fqn}: {error}; {self._remedy()}", entry="unproved-code") from error
+        finally:
+            linears.region_mode, linears.sequence = outer
+
+    def _remedy(self) -> str:
+        """What the user can do about code that the plan was not proved for."""
+        by = None if self._positions is None else self._positions.by
+        changes = ["context_parallel_size=1"] if by in ("context", "both") else []
+        if self._ranks.size > 1:
+            changes.insert(0, f"tensor_parallel_plan={{{self.fqn!r}: 'replicated'}}")
+        also = " and leave sequence_parallel out" if by in ("tensor", "both") else ""
+        return f"set {' and '.join(changes)}{also}"
+
+    def _run_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        linears, sequence = self._linears, FullSequence()
+        if (positions := self._positions) is not None:
+            sequence = ShardedSequence.of_call(
+                positions, self._ranks, self._context, args, kwargs, learning=self.learning
+            )
+            if not sequence.is_sharded and positions.by != "tensor":
+                return self._fallback(*args, **kwargs)
+            linears.sequence = sequence
+            self.num_sharded_sequences += sequence.is_sharded
+            self.last_sequence = sequence if self.learning and isinstance(sequence, ShardedSequence) else None
+        args, kwargs = sequence.begin(args, kwargs)
+        with contextlib.ExitStack() as undo:
+            names, cut_ids = self._put_tensors(undo)
+            is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
+            rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
+            compiled = None if is_watched or sequence.is_sharded or self._path is not None else self.compiled
+            forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
+            for fqn in self._plan.roles:
+                _check_forward(fqn, self._modules[fqn])
+            put_attributes(self._modules, self._plan.attributes, undo)
+            put_forwards(self._modules, forwards, undo)
+            if is_watched:
+                linears.region_mode = self.last_region_mode = RegionMode(
+                    learning=self.learning,
+                    rules=rules,
+                    enter=self._region_inputs.enter,
+                    names=names,
+                    cut_ids=cut_ids,
+                    regions=(self._ranks, self._all),
+                    batch=next((len(x) for x in flatten_call(args, kwargs)[0] if isinstance(x, Tensor) and x.dim()), 1),
+                    around_draw=self._around_draw,
+                    positions=sequence.lengths,
+                )
+                undo.enter_context(linears.region_mode)
+            linears.ring = RingAttentionMode.of(sequence, rules, learning=self.learning)
+            if linears.ring is not None:
+                undo.enter_context(linears.ring)
+            if sequence.is_sharded and self._unit.training:
+                undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
+            with self._path or contextlib.nullcontext():
+                output = forward(*args, **kwargs)
+        self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
+        output = self._gathered_output(output) if self._plan.outputs else output
+        return sequence.end(output, keep_sharded=self.keeps_sharded)
+
+    @property
+    def has_local_positions(self) -> bool:
+        """Whether the current forward works on a sequence shard."""
+        return self._linears.sequence.is_sharded
+
+    def _run_full(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = materialize_call(args, kwargs)
+        with self._path or contextlib.nullcontext():
+            return self._forward(*args, **kwargs)
+
+    def _gathered_output(self, output: Any) -> Any:
+        """All-gathers results that each rank has for its local heads (attention weights, say)."""
+        leaves, spec = flatten(output)
+        for index, dim in self._plan.outputs.items():
+            if index < len(leaves) and (size := sharded_over(leaves[index])):
+                leaves[index] = gather(leaves[index], dim, self._all if size == self._all.size else self._ranks)
+        return unflatten(leaves, spec)
+
+    def _put_tensors(self, undo: contextlib.ExitStack) -> tuple[dict[int, str], dict[int, int]]:
+        """Replaces parameters and buffers by local ones; returns names, and numbers of ranks of shards, by id."""
+        provided = {} if self._tensors is None else self._tensors()
+        plan = self._plan
+        positions = self._positions if self._linears.sequence.is_sharded else None
+        local = {}
+        for fqn, ((members, name), *_) in self._slots.items():
+            tensor = provided.get(fqn, members[name])
+            if fqn not in provided and tensor is not None and tensor is not self._originals[fqn]:
+                tensor = _local_substitute(fqn, tensor, self._originals[fqn], plan.placements[fqn], self._ranks)
+            if tensor is not None:
+                local[fqn] = tensor
+        if torch.is_grad_enabled():
+            inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
+            pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
+            over_tensor = [] if positions is None else [(fqn, None) for fqn in positions.summed_over_tensor]
+            over_context = [] if positions is None else [(fqn, None) for fqn in positions.summed_over_context]
+            if positions is None or self._all is self._ranks:
+                self._sum_gradients(local, [*inside, *pieces, *over_tensor], self._ranks)
+            else:  # context ranks have other features in a region, or other positions
+                self._sum_gradients(local, inside, self._all)
+                self._sum_gradients(local, [*pieces, *over_tensor], self._ranks)
+            self._sum_gradients(local, over_context, self._context)
+        over_both = {} if positions is None else positions.parameter_shards
+        for fqn, placement in over_both.items():
+            local[fqn] = shard_tensor(local[fqn], placement, self._context.rank, self._context.size)
+            self._region_inputs.remember(local[fqn])
+        for fqn, vocabulary in self.vocabularies.items():
+            if fqn in local:
+                local[fqn] = represent(local[fqn], plan.vocabulary[fqn], vocabulary)
+        put_tensors(self._slots, local, undo)
+        names = {id(tensor): fqn for fqn, tensor in local.items()}
+        cuts = {
+            id(local[fqn]): self._all.size if fqn in over_both else plan.size
+            for fqn in local
+            if fqn in over_both or (isinstance(plan.placements[fqn], Shard) and fqn not in plan.vocabulary)
+        }
+        return names, cuts
+
+    def _sum_gradients(
+        self, local: dict[str, Tensor], wanted: Sequence[tuple[str, Placement | None]], ranks: Ranks
+    ) -> None:
+        """Sums the gradients of these parameters over the ranks; of repeated shards, over those that hold the same."""
+        # Equal on all ranks, since requires_grad is: the sum is a collective.
+        summed = [(fqn, placement) for fqn, placement in wanted if fqn in local and local[fqn].requires_grad]
+        if not summed or ranks.size == 1:
+            return
+        placements = [placement if isinstance(placement, Shard) else None for _, placement in summed]
+        totals = sum_gradients([local[fqn] for fqn, _ in summed], placements, ranks)
+        for (fqn, _), tensor in zip(summed, totals, strict=True):
+            self._region_inputs.remember(tensor)
+            local[fqn] = tensor
+
+    def _has_new_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an input needs a gradient that needed none when the plan was proved without a region mode."""
+        if not torch.is_grad_enabled():
+            return False
+        leaves, _ = flatten_call(args, kwargs)
+        grad_inputs = self._plan.grad_inputs
+        return any(
+            isinstance(leaf, Tensor) and leaf.requires_grad and k not in grad_inputs for k, leaf in enumerate(leaves)
+        )
+
+
+def _check_forward(fqn: str, module: nn.Module) -> None:
+    """Refuses a forward that the user has set on a module after its class's forward was recognised as a product."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return
+    while hasattr(forward, "__wrapped__"):  # wrappers of this package
+        forward = forward.__wrapped__
+    if getattr(forward, "__func__", forward) is not type(module).forward:
+        raise StepError(
+            f"{fqn} of a layer sharded over tensor ranks has another forward than when the layer was planned; set it"
+            " before fit, or set tensor_parallel_size=1",
+            entry="swapped-weight",
+        )
+
+
+def _local_substitute(
+    fqn: str, substitute: Tensor, original: Tensor | None, placement: Placement, ranks: Ranks
+) -> Tensor:
+    """This rank's shard of a tensor that replaces a parameter for one call (``torch.func.functional_call``)."""
+    if original is None or substitute.shape == original.shape:
+        return substitute
+    if isinstance(placement, Shard) and substitute.shape == full_shape(original):
+        return local_shard(substitute, placement, ranks)
+    raise StepError(
+        f"{fqn} of a layer sharded over tensor ranks is replaced by a tensor of shape {tuple(substitute.shape)} and"
+        f" not {tuple(original.shape)} or {full_shape(original)}; use a tensor of the parameter's shape, or set"
+        " tensor_parallel_size=1",
+        entry="swapped-weight",
+    )
+
+
+def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
+    """Finds the slots of each parameter and buffer: one, or several where modules share it.
+
+    Args:
+        modules: All modules of the unit, by FQN.
+        fqns: The names of parameters and buffers.
+    """
+    by_tensor: dict[int, list[Slot]] = {}
+    members: Any
+    for module in modules.values():
+        for members in (module._parameters, module._buffers):
+            for name, tensor in members.items():
+                by_tensor.setdefault(id(tensor), []).append((members, name))
+    slots = {}
+    for fqn in fqns:
+        owner, _, name = fqn.rpartition(".")
+        module = modules[owner]
+        members = module._parameters if name in module._parameters else module._buffers
+        slots[fqn] = [(members, name)] if members[name] is None else by_tensor[id(members[name])]
+    return slots
+
+
+def put_tensors(slots: Mapping[str, list[Slot]], tensors: Mapping[str, Tensor], undo: ExitStack) -> None:
+    """Puts tensors, of any shape, into their slots, by FQN; ``undo`` restores the previous ones."""
+    for fqn, tensor in tensors.items():
+        for members, name in slots[fqn]:
+            if members[name] is not tensor:
+                undo.callback(members.__setitem__, name, members[name])
+                members[name] = tensor
+
+
+def put_attributes(modules: Modules, values: Mapping[str, Mapping[str, int]], undo: ExitStack) -> None:
+    """Sets attributes of modules, by FQN and name; ``undo`` restores the previous values."""
+    for fqn, named in values.items():
+        attributes = modules[fqn].__dict__
+        for name, value in named.items():
+            undo.callback(attributes.__setitem__, name, attributes[name])
+            attributes[name] = value
+
+
+def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], undo: ExitStack) -> None:
+    """Replaces forwards of modules, by FQN, except that of the unit itself; ``undo`` restores them."""
+    for fqn, forward in forwards.items():
+        if fqn:
+            attributes = modules[fqn].__dict__
+            around = getattr(attributes.get("forward"), FORWARD_WRAPPER, None)  # keys the random numbers of the module
+            if around is not None:
+                undo.callback(replace(modules[fqn], "forward", around(forward), reason="parallel linears"))
+                continue
+            if "forward" in attributes:
+                undo.callback(attributes.__setitem__, "forward", attributes["forward"])
+            else:
+                undo.callback(attributes.__delitem__, "forward")
+            attributes["forward"] = forward  # the same object each time: compiled code is guarded by it
+    for module in modules.values():
+        # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
+        if isinstance(module, nn.TransformerEncoderLayer):
+            undo.callback(replace(module, "activation_relu_or_gelu", 0, reason="parallel linears"))

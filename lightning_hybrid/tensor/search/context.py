@@ -1,0 +1,195 @@
+"""The search for context parallelism: how the sequence is sharded over context ranks, with or without tensor ranks.
+
+Three things are found by trials, each on its own number of ranks:
+
+    on T tensor ranks       how linears are sharded; the storage of parameters, and calls whose sequence is not sharded
+    on T * C tensor ranks   how the features of a region are sharded where context ranks exchange positions for features
+    on T x C ranks          which regions must exchange, the others run on local positions; and how the shard of a
+                            context rank is sharded again over its tensor ranks, if that is requested
+
+A region that exchanges runs as on T * C tensor ranks, heads included; only its linears know that weights are sharded
+over T of them. So heads, sizes and captured inputs are not searched again, and the combined plan is proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from lightning_hybrid.params.placement import Placement, Shard, split_over_two_axes
+from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.proof.proof import Proof
+from lightning_hybrid.tensor.search.groups import GroupPlan, merged_plan
+from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
+
+ONE_TENSOR_RANK = "context ranks hold all parameters"
+
+
+@dataclass(frozen=True)
+class ShardedGroups:
+    """The groups of linears of a unit, sharded over tensor ranks and over all ranks.
+
+    Attributes:
+        linears: All linears that ran.
+        over_tensor: The groups sharded over tensor ranks.
+        over_all: The same, and others where there is one tensor rank, sharded over tensor ranks times context ranks.
+        reasons: Why parameters are replicated, where that is known.
+        not_exchanged_reason: Why some groups cannot be sharded over all ranks.
+    """
+
+    linears: Mapping[str, LinearLike]
+    over_tensor: list[GroupPlan]
+    over_all: list[GroupPlan]
+    reasons: Mapping[str, str]
+    not_exchanged_reason: str = ""
+
+
+# A group as it is stored, the features of its linears sharded over all ranks, and other parameters sharded over all.
+_ExchangedGroup = tuple[GroupPlan, dict[str, Shard], dict[str, Shard]]
+
+
+def shard_over_context(
+    unit: nn.Module, plan: UnitPlan, groups: ShardedGroups, proof: Proof, sequence_parallel: SequenceParallel
+) -> UnitPlan:
+    """Shards the sequence over context ranks, with exchanges where positions are mixed; or says why not in the plan.
+
+    Args:
+        unit: A copy of the unit with random weights.
+        plan: The proved plan over tensor ranks; with one tensor rank, a plan that replicates everything.
+        groups: Its groups.
+        proof: Of the unit, on tensor ranks times context ranks.
+        sequence_parallel: Whether the shard of a context rank is sharded again over its tensor ranks.
+    """
+    candidates = [_exchanged_group(each, groups.linears, plan.size, proof.ranks.context) for each in groups.over_all]
+    reasons = [groups.not_exchanged_reason, *(found for found in candidates if isinstance(found, str))]
+    exchanged = [found for found in candidates if not isinstance(found, str)]
+    sequence = find_sequence(proof)
+    failures: dict[SequenceAxes, str] = {}
+    for by in _AXES[sequence_parallel]:
+        found = _with_fewest_exchanges(partial(_sharded, unit, plan, groups, proof, sequence, by), exchanged, proof)
+        if isinstance(found, UnitPlan):
+            note = f"positions of a context rank on each of its tensor ranks ({failures.get('both')})"
+            return replace(found, notes=(*found.notes, *([note] if failures else [])))
+        failures[by] = found
+    reason = "; ".join(dict.fromkeys(text for text in (*reasons, failures["context"]) if text))
+    return replace(plan, context=proof.ranks.context, full_sequence_reason=reason)
+
+
+_AXES: Mapping[SequenceParallel, tuple[SequenceAxes, ...]] = {"tensor": ("both", "context"), None: ("context",)}
+
+
+def _with_fewest_exchanges(
+    shard: Callable[..., UnitPlan | str], exchanged: list[_ExchangedGroup], proof: Proof
+) -> UnitPlan | str:
+    """Finds a proved plan with few exchanging groups by dropping them one by one, or returns what is wrong.
+
+    `shard` is `_sharded` as a function of the groups that exchange.
+    """
+    tried = [(exchanged, shard(exchanged))]
+    for group in exchanged if isinstance(tried[0][1], UnitPlan) else ():
+        if group[0].group.role == "attention":
+            continue
+        fewer = [other for other in exchanged if other is not group]
+        without = shard(fewer, same_as=tried[-1][1])
+        if isinstance(without, UnitPlan):
+            exchanged = fewer
+            tried.append((fewer, without))
+    first_failure = ""
+    for groups, found in reversed(tried):
+        failure = found if isinstance(found, str) else proof.first_failure(found)
+        if isinstance(found, UnitPlan) and failure is not None:
+            found = shard(groups, guess=False)
+            failure = found if isinstance(found, str) else proof.first_failure(found)
+        if isinstance(found, UnitPlan) and failure is None:
+            return found
+        first_failure = first_failure or str(failure)
+    return first_failure
+
+
+def _sharded(
+    unit: nn.Module,
+    plan: UnitPlan,
+    groups: ShardedGroups,
+    proof: Proof,
+    sequence: tuple[int, int] | None,
+    by: SequenceAxes,
+    exchanged: list[_ExchangedGroup],
+    guess: bool = True,
+    same_as: UnitPlan | None = None,
+) -> UnitPlan | str:
+    """Makes the plan with these groups exchanged, tried in one setting; or returns what is wrong with it."""
+    size, context = proof.ranks.size, proof.ranks.context
+    keys = {_key(group) for group, _, _ in exchanged}
+    stored = [group for group in groups.over_tensor if _key(group) not in keys]
+    stored += [group for group, _, _ in exchanged]
+    features = {fqn: placement for _, found, _ in exchanged for fqn, placement in found.items()}
+    others = {fqn: placement for _, _, found in exchanged for fqn, placement in found.items()}
+    order = list(groups.linears)
+    stored.sort(key=lambda each: order.index(each.group.columns[0]) if each.group.columns[0] in order else -1)
+    merged = merged_plan(unit, size, stored, groups.linears, proof.example, groups.reasons)
+    if merged.placements != plan.placements:
+        return "regions that exchange positions would need another sharding of the stored parameters"
+    candidate = replace(
+        merged,
+        context=context,
+        replicated_reasons=plan.replicated_reasons,
+        uneven=plan.uneven,
+        notes=plan.notes,
+        positions=PositionsPlan(by=by, leaf_index=0, dim=1, num_dims=3, features=features, parameter_shards=others),
+    )
+    sharded = plan_sequence(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False, same_as=same_as)
+    if sharded.full_sequence_reason:
+        return sharded.full_sequence_reason
+    return sharded if size == 1 else replace(sharded, full_sequence_plan=plan)
+
+
+def stored_placements(placements: Mapping[str, Placement], size: int, context: int) -> dict[str, Placement] | str:
+    """Reduces placements over `size` tensor ranks times `context` context ranks, by FQN, to tensor ranks.
+
+    Returns a description of the parameter that cannot be sharded so, if there is one.
+    """
+    found: dict[str, Placement] = {}
+    for fqn, placement in placements.items():
+        shards = (
+            split_over_two_axes(placement, size, context) if isinstance(placement, Shard) else (placement, placement)
+        )
+        if shards is None:
+            return f"{fqn} is not sharded over {size} tensor ranks and {context} context ranks"
+        found[fqn] = shards[0]
+    return found
+
+
+def _exchanged_group(
+    group: GroupPlan, linears: Mapping[str, LinearLike], size: int, context: int
+) -> _ExchangedGroup | str:
+    """Derives a group that exchanges from its sharding over all ranks; or returns why it cannot exchange."""
+    placements = stored_placements(group.placements, size, context)
+    if isinstance(placements, str):
+        return placements
+    features: dict[str, Shard] = {}
+    linear_parameters: set[str] = set()
+    for fqn, role in group.roles().items():
+        if role == "attention":
+            continue
+        linear = linears[fqn]
+        placement = group.placements[linear.parameter("weight")]
+        assert isinstance(placement, Shard)
+        if linear.feature_dim != -1:
+            return f"the features of {fqn} are not in the last dim"
+        if role == "row" and placement.is_repeated(size * context):
+            return f"ranks share features of {fqn}"
+        features[fqn] = Shard(-1, placement.pieces)
+        linear_parameters |= {linear.parameter("weight"), linear.parameter("bias")}
+    others = {
+        fqn: placement
+        for fqn, placement in group.placements.items()
+        if isinstance(placement, Shard) and fqn not in linear_parameters
+    }
+    return replace(group, placements=placements), features, others
+
+
+def _key(group: GroupPlan) -> tuple[object, ...]:
+    return group.group.role, group.group.columns, group.group.rows

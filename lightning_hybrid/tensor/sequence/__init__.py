@@ -1,0 +1,1 @@
+"""Sequences sharded over ranks: exchanges of positions for heads, and ring attention."""
