@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_hybrid.pipeline.stages import record_and_partition_step as planning
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 
 WIDTH, LENGTH = 64, 32
 

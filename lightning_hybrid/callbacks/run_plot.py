@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_hybrid.callbacks.monitors.series import Series
 from lightning_hybrid.callbacks.pictures import log_picture, plot_path
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.step.batch.split import batch_size_of
+from lightning_hybrid.step.tracing.recording import find_loss
 
 _INK, _MUTED, _LOSS, _RATE = "#222222", "#777777", "#4c78a8", "#54a24b"
 _ON_DEVICE = 64  # losses that are copied to the host together: each copy waits for a GPU

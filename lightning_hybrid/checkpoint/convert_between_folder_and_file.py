@@ -16,7 +16,7 @@ from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_
 from lightning_hybrid.checkpoint.read_checkpoint_folder import ReadRequest, SavedFolder
 from lightning_hybrid.checkpoint.write_checkpoint_folder import prepare, write
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
+from lightning_hybrid.step.objects.tensors import subclasses_as_dicts
 
 _LARGE_BYTES = 1 << 20
 

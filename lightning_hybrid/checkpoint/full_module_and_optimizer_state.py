@@ -22,8 +22,8 @@ from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.tensors import on_host
+from lightning_hybrid.step.standins.tensors import is_absent
 
 _LISTED = 4
 

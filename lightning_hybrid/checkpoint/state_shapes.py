@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.optimizers.trial import can_step_shards, is_of_torch, state_shapes
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 
 
 def check_state_shapes(

@@ -129,7 +129,7 @@ def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
     Raises:
         UsageError: The module reads values of its parameters while it is built.
     """
-    from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+    from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 
     if with_storage:
         return made.make_module(), made.make_data()
@@ -308,7 +308,7 @@ def _message_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _print_tensor_plans(plans: Mapping[str, Sequence[str]]) -> None:
-    from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
+    from lightning_hybrid.step.objects.modules import lines_of_layers
 
     if plans:
         print("\n".join(["layers on tensor and context ranks", *(f"  {line}" for line in lines_of_layers(plans)), ""]))

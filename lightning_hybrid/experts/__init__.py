@@ -5,7 +5,7 @@ from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, TopKRouter
 from lightning_hybrid.experts.parallel.adapter_registry import register_experts
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
-from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
+from lightning_hybrid.step.tracing.asides import give_aside, taking_asides
 
 __all__ = [
     "ExpertChoiceRouter",

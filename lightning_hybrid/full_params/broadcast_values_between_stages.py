@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.full_params.record_ranks_with_tensor_content import ValueLocations
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 _ALIGNMENT = 16  # bytes; in a message, tensors begin at multiples of it
 

@@ -35,11 +35,11 @@ from lightning_hybrid.full_params.broadcast_buffers_to_user_hooks import HookBuf
 from lightning_hybrid.full_params.broadcast_values_between_stages import RemoteValues
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement, Meet
 from lightning_hybrid.full_params.record_ranks_with_tensor_content import Ranks, ValueLocations, covers
-from lightning_hybrid.randomness.random_number_ops import draws
+from lightning_hybrid.randomness.generators import draws
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import pickles_by, reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
-from lightning_hybrid.step.standins.absent_arrays_and_lists import interceptable_tolist
-from lightning_hybrid.step.standins.absent_tensors import (
+from lightning_hybrid.step.standins.numbers import interceptable_tolist
+from lightning_hybrid.step.standins.tensors import (
     FAKE_MODE,
     fill,
     is_absent,
@@ -47,7 +47,7 @@ from lightning_hybrid.step.standins.absent_tensors import (
     make_absent_rows,
     user_attributes,
 )
-from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, VIEW_PROPERTIES
+from lightning_hybrid.step.tracing.mode import _METADATA, VIEW_PROPERTIES
 
 _MEMORY = frozenset({"untyped_storage"})  # used to pickle a plain tensor
 _AUTOGRAD = frozenset({"backward", "grad"})

@@ -21,15 +21,15 @@ from lightning_hybrid.full_params.op_effects import written_of
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import IDENTITY
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.standins.absent_tensors import (
+from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.standins.tensors import (
     SHAPE_METHODS,
     SHAPE_PROPERTIES,
     full_shape,
     full_shape_meta,
     is_absent,
 )
-from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+from lightning_hybrid.step.tracing.mode import user_line
 
 OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "is_cuda"})
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.full_params.record_ranks_with_tensor_content import Ranks
-from lightning_hybrid.step.objects.op_names import READS, SIZED_BY_DATA, names
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.names import READS, SIZED_BY_DATA, names
+from lightning_hybrid.step.standins.tensors import is_absent
 
 # Besides reads: operations whose result's shape depends on content, and those that convert tensors to numbers.
 _NEEDS_CONTENT = READS | SIZED_BY_DATA | names("tensor as_tensor asarray new_tensor __reduce_ex__")

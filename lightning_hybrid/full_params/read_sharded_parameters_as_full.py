@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.parts.gradient_hooks import REGISTRATIONS, on_full_gradient
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, is_absent
+from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, SHAPE_PROPERTIES, is_absent
 
 IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
 _OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "_backward_hooks", "layout"})

@@ -27,7 +27,7 @@ from lightning_hybrid.optimizers.replacement import (
 from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile, aligned, state_tensors
 from lightning_hybrid.optimizers.subset import only_parameters, without_step_hooks
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, state_element_sizes
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 class LayerwiseStep(OffloadedStates):

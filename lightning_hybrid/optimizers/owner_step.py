@@ -30,7 +30,7 @@ from lightning_hybrid.optimizers.replacement import (
 from lightning_hybrid.parts.parameter_owners import axes_of
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 _FLAG = TensorSpec((1,), torch.uint8)
 _Gathered = tuple[Tensor, Tensor, Tensor]  # a parameter's value, its gradient, and whether it has one, of shape (1,)

@@ -22,7 +22,7 @@ from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.parts.parameter_owners import ParameterOwners
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded, shard_tensor
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import copy_full_parameter, copy_local_parameter
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
+from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.parts.gradient_hooks import REGISTRATIONS
 from lightning_hybrid.patching import around
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
+from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 
 
 class StepHooks:

@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenTraces
 from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResult
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, split
+from lightning_hybrid.step.batch.split import BatchSplitter, split
 from lightning_hybrid.step.objects.pytree import flatten
 
 # Trials have batch numbers of their own: random numbers depend on them.

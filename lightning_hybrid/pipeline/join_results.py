@@ -12,10 +12,10 @@ from lightning_hybrid.pipeline.runtime.executor import Outcome, fill_placeholder
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
 from lightning_hybrid.pipeline.stages.select_recorded_trace import ChosenTraces
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import sizes_of
+from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.batch.split import sizes_of
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
+from lightning_hybrid.step.recording.kept import refuse_absent_numbers
 
 
 def join_results(

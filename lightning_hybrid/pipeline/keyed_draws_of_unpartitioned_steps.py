@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from torch import nn
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import (
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.tracing.checkpointing import patched_checkpointing
+from lightning_hybrid.step.tracing.functions import (
     functions_with_repeated_draws,
     user_functions,
 )
-from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import patched_checkpointing
-from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
+from lightning_hybrid.step.tracing.instrument import draw_as_stages
+from lightning_hybrid.step.tracing.mode import CurrentRun
 
 
 class PlainStepRandomness:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import Rows
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics, MetricCalls
+from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics, MetricCalls
 
 RUNS_OTHER_LINES, CHANGES_MODULES = 1, 2  # values of ``MicrobatchResults.news``
 

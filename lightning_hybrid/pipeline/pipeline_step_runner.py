@@ -41,14 +41,14 @@ from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import T
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenTraces, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import (
     BatchSplitter,
     copied_batch,
     sizes_of,
     split,
 )
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
+from lightning_hybrid.step.replay.stage import StageRun
 
 _OBJECTIVES = frozenset({"training_step", "validation_step", "test_step"})
 

@@ -20,14 +20,14 @@ from lightning_hybrid.pipeline.side_effects.join_appended_entries import Appende
 from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, TrainContext, backward_of
 from lightning_hybrid.schedule import Action, Kind
-from lightning_hybrid.step.batch.split_batch_into_microbatches import sizes_of
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.instrument.backward_code import BackwardCode
-from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics
+from lightning_hybrid.step.batch.split import sizes_of
+from lightning_hybrid.step.module_state.attributes import put
+from lightning_hybrid.step.module_state.snapshots import reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites, user_call_sites
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize
+from lightning_hybrid.step.tracing.functions import BackwardCode
+from lightning_hybrid.step.tracing.lines import TorchCallSites, user_call_sites
 
 
 class MicrobatchLoop:

@@ -28,13 +28,13 @@ from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
-from lightning_hybrid.step.instrument.slow_attention import slow_attention
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
+from lightning_hybrid.step.objects.tensors import detached_copy
+from lightning_hybrid.step.standins.kernels import slow_attention
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.compiled import EagerSwitch
+from lightning_hybrid.step.tracing.instrument import draw_as_stages
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -18,10 +18,10 @@ from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, MicrobatchResults
 from lightning_hybrid.pipeline.results.log_entry import Entry, keys_of
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import merged
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, split
-from lightning_hybrid.step.batch_means.full_batch_metrics import joined_calls
+from lightning_hybrid.step.batch.metrics import joined_calls
+from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
+from lightning_hybrid.step.objects.tensors import on_host
 
 _PLAIN = (bool, int, float, str, type(None))
 

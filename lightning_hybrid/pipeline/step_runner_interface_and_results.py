@@ -19,10 +19,10 @@ from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import Unparti
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, choose_count
+from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import no_loss_error
+from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.step.tracing.refusals import no_loss_error
 
 
 @dataclasses.dataclass(frozen=True)

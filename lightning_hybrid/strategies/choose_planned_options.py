@@ -27,9 +27,9 @@ from lightning_hybrid.planner.report.planned_run import PlannedRun, ranked_lines
 from lightning_hybrid.planner.search.layout_options import fixed_fields, strategy_options
 from lightning_hybrid.planner.search.plans_and_rejections import SearchResult
 from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
+from lightning_hybrid.step.module_state.copies import copy_on_meta
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.options.auto_sizes import frozen_names, parameter_shapes, replicas_fit
 from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets

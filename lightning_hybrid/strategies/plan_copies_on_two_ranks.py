@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.parts.parameter_shard_placement import Replicated
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.module_state.copies import copy_on_meta
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages

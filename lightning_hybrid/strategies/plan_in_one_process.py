@@ -23,9 +23,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.step.standins.absent_tensors import drop
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
+from lightning_hybrid.step.standins.tensors import drop
 from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
 from lightning_hybrid.strategies.description.stage_memory import (
     memory_of_ranks,

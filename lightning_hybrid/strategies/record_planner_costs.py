@@ -20,11 +20,11 @@ from lightning_hybrid.planner.costs.expert_sets import ExpertSet
 from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.recording.choose_units import num_elements
-from lightning_hybrid.step.standins.attention_heads import AttentionHeads
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import batch_size_of, elements_per_sample
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.units import num_elements
+from lightning_hybrid.step.standins.kernels import AttentionHeads
 from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
 from lightning_hybrid.strategies.options.auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.double_microbatches import batch_norms_in_training

@@ -35,7 +35,7 @@ FAIL = {
     f"{MONITORS}throughput_monitor.batch_size_of": "ThroughputMonitor",
     f"{MONITORS}throughput_monitor.keep_series": "ThroughputMonitor",
     f"{MONITORS}throughput_monitor.StepFlopCounter.start": "ThroughputMonitor",
-    "lightning_hybrid.step.standins.count_flops_bytes_and_draws._flops_of_kernel": "the number of FLOPs",
+    "lightning_hybrid.step.standins.counts._flops_of_kernel": "the number of FLOPs",
     f"{MONITORS}memory_monitor.find_holders": "MemoryMonitor",
     f"{MONITORS}memory_monitor.PeakMeter.stop": "MemoryMonitor",
     f"{MONITORS}memory_monitor.memory_table": "MemoryMonitor",

@@ -15,8 +15,8 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument_step import instrumented
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.tracing.instrument import instrumented
 
 
 class OneRank:

@@ -13,7 +13,7 @@ from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.monitors.series import Series, keep_series
 from lightning_hybrid.callbacks.pictures import log_picture, plot_path, save_plot
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split import batch_size_of
 
 _INK, _MUTED, _NOISE, _RATE, _GOODPUT = "#222222", "#777777", "#4c78a8", "#b8b0ac", "#54a24b"
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
+from lightning_hybrid.equivalence.copies import random_copy
+from lightning_hybrid.equivalence.deterministic import DeterministicMode
 from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, is_float
 from lightning_hybrid.experts.parallel.expert_ranks_in_one_process import ExpertRanks
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding

@@ -29,8 +29,8 @@ from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 def placements_of(

@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 from torch import nn
 
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.compiled import compiled_modules
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
+from lightning_hybrid.step.tracing.functions import NotIntercepted
 
 RowOp = Callable[[Tensor], Tensor]
 

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_hybrid.memory.chunked_loss.lazy_logits import HeadCall, LazyLogits
 from lightning_hybrid.memory.chunked_loss.loss_in_chunks import Autocast, RowLoss, RowOp, loss_in_chunks, map_chunks
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
-from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+from lightning_hybrid.step.standins.tensors import materialize
+from lightning_hybrid.step.tracing.mode import user_line
 
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
 # Fewer make products slow, and the sums of the weight's gradient over chunks; more save less memory.

@@ -24,11 +24,11 @@ from lightning_hybrid.pipeline.loss_weights.compare_gradients import GradientMat
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Key, keyed
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, copied_batch, split, split_unevenly
-from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import Count, Mean, error_bound, find_counts
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.denominators import Count, Mean, error_bound, find_counts
+from lightning_hybrid.step.batch.split import BatchSplitter, copied_batch, split, split_unevenly
+from lightning_hybrid.step.tracing.recording import find_loss
 
 # Relative differences that rounding may cause, by dtype.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.step.batch.denominators import Count, uneven_masks, weights_differ
+from lightning_hybrid.step.batch.split import (
     BatchSplitter,
     batch_size_of,
     neighbouring_microbatches,
     split,
 )
-from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import Count, uneven_masks, weights_differ
 
 _MAX_TRIED = 8  # masks that turned out not to be those of the loss
 

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.patching import replace
 from lightning_hybrid.pipeline.results.log_entry import NUMBER, Entry, Key, keys_of
-from lightning_hybrid.step.standins.absent_tensors import MARK, is_absent
+from lightning_hybrid.step.standins.tensors import MARK, is_absent
 
 
 class _Call(NamedTuple):

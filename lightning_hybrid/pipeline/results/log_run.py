@@ -20,10 +20,10 @@ from lightning_hybrid.pipeline.results.log_entry import Key, keyed
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch_means.recognise_sums_over_samples import matching_values
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
-from lightning_hybrid.step.recording.values_kept_on_modules import skippable_modules
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.means import matching_values
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
+from lightning_hybrid.step.recording.kept import skippable_modules
 
 
 class LogRun:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_arrays_and_lists import has_absent_content, line_of_read
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.numbers import has_absent_content, line_of_read
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 def detached(leaf: Any) -> Any:

@@ -21,11 +21,11 @@ from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, MeasuredLogs, describe_unexplained, keyed
 from lightning_hybrid.pipeline.results.log_run import LogRun
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import BatchScalars
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.batch_means.recognise_sums_over_samples import reduction_of
+from lightning_hybrid.step.batch.means import reduction_of
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics
+from lightning_hybrid.step.batch.scalars import BatchScalars
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
+from lightning_hybrid.step.replay.stage import StageRun
 
 _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, TensorSnapshot
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 class StageModuleStates:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, reachable_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor, storage_id
-from lightning_hybrid.step.recording.values_kept_on_modules import find_lists, list_containing
+from lightning_hybrid.step.module_state.snapshots import AttributePath, reachable_leaves
+from lightning_hybrid.step.objects.tensors import as_plain_tensor, storage_id
+from lightning_hybrid.step.recording.kept import find_lists, list_containing
 
 _NOTHING = object()
 

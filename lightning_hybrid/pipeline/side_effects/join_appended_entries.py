@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.step.batch.merge import join
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
-from lightning_hybrid.step.recording.values_kept_on_modules import ListPath, RecordedCall, find_lists
-from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
+from lightning_hybrid.step.objects.tensors import detached_leaf
+from lightning_hybrid.step.recording.kept import ListPath, RecordedCall, find_lists
+from lightning_hybrid.step.standins.numbers import AbsentFloat
 
 Rows: TypeAlias = dict[ListPath, list[list[Any]]]  # the entries that each microbatch has appended
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, sizes_of
-from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
-from lightning_hybrid.step.recording.check_kept_values_mergeable import why_not_mergeable
+from lightning_hybrid.step.batch.split import batch_size_of, sizes_of
+from lightning_hybrid.step.objects.cache import BoundedLRUDict
+from lightning_hybrid.step.recording.kept import why_not_mergeable
 
 # Batches may come in ever new sizes.
 _MAX_REASONS = 512

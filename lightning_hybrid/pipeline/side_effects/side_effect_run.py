@@ -17,11 +17,11 @@ from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, TensorSnapshot
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.recording.values_kept_on_modules import skippable_modules
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.recording.kept import skippable_modules
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 class SideEffectRun:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_hybrid.collectives.tensors import as_sendable, broadcast_buffer
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import compute_weights
-from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
+from lightning_hybrid.step.module_state.attributes import compute_weights
+from lightning_hybrid.step.standins.tensors import drop, fill, is_absent
 
 
 def drop_remote_parameters(plan: StagePlan) -> None:

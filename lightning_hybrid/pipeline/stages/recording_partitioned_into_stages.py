@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
-from lightning_hybrid.step.tracing.recording_dataclasses import Recording
+from lightning_hybrid.step.replay.stage import StageReplay
+from lightning_hybrid.step.tracing.recording import Recording
 
 Key: TypeAlias = tuple[int, int, int]  # the stages that send and receive, and the value
 _BITS = {

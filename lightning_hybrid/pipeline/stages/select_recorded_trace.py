@@ -27,19 +27,17 @@ from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch
-from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
-from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
-from lightning_hybrid.step.instrument.instrument_step import InstrumentedReplay, instrumented
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
-from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import copied_batch
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
+from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
-from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
-from lightning_hybrid.step.replay.trace_tree_and_dry_run import TraceTree, UnknownTrace
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
+from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around, plain_state
+from lightning_hybrid.step.replay.stage import SideEffectReplay, StageRun
+from lightning_hybrid.step.replay.traces import TraceTree, UnknownTrace
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.instrument import InstrumentedReplay, instrumented
+from lightning_hybrid.step.tracing.mode import CurrentRun
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
 _MAX_TRACES = 512

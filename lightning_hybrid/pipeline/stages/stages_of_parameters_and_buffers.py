@@ -17,7 +17,7 @@ from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.schedule import (
     Schedule,
     StageCosts,
@@ -27,9 +27,9 @@ from lightning_hybrid.schedule import (
     rank_of_stage,
     stages_of_rank,
 )
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
-from lightning_hybrid.step.recording.choose_units import UnitChoice
-from lightning_hybrid.step.tracing.recording_dataclasses import Recording
+from lightning_hybrid.step.objects.modules import modules_in, parameters_of
+from lightning_hybrid.step.recording.units import UnitChoice
+from lightning_hybrid.step.tracing.recording import Recording
 
 
 class StagePlan:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_hybrid.errors import WITHOUT_STAGES, StepChanged
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import returned_values
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.recording import returned_values
 
 _NONE = "no value of the model"
 _ADVICE = {

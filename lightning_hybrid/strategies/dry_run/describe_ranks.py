@@ -13,7 +13,7 @@ from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.schedule.program import Program
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.strategies.description.stage_memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.strategies.dry_run.messages_of_step import (
     buffers_of_messages,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split
+from lightning_hybrid.step.batch.split import batch_size_of, check_count, choose_count, split
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy
 from lightning_hybrid.strategies.run.partition import RecordedBatch

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
+from lightning_hybrid.step.standins.counts import bytes_saved_behind
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.text import sized
 

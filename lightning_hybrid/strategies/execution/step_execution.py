@@ -17,8 +17,8 @@ from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.schedule import Action, Kind
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.modules import modules_in, parameters_of
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
 from lightning_hybrid.strategies.logs.reduction import (
     begin_logs,

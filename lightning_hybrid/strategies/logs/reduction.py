@@ -23,7 +23,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import keep_clean, replace, replaced
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.transfers import start_all_gather
-from lightning_hybrid.step.recording.values_kept_on_modules import RecordedCall
+from lightning_hybrid.step.recording.kept import RecordedCall
 
 
 def silence_sync_dist_advice() -> None:

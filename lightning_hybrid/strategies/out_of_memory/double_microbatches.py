@@ -16,9 +16,9 @@ from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
 from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import searches_batch_size
 from lightning_hybrid.strategies.run.setting import Setting

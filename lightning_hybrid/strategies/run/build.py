@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.parts.gradient_hooks import on_full_gradient
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.strategies.options.options import compile_options
 from lightning_hybrid.strategies.run.budget import profile_for_budget
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
@@ -280,7 +280,7 @@ def compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
     options = compile_options(setting.options.compile)
     if options is None:
         return run
-    from lightning_hybrid.step.recording.choose_units import choose_units
+    from lightning_hybrid.step.recording.units import choose_units
     from lightning_hybrid.strategies.techniques.compile import CompiledUnits, share_compile_processes
 
     module, has_runner = setting.module, run.runner is not None

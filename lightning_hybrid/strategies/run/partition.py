@@ -16,8 +16,8 @@ from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.strategies.logs.phases import phase
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixed_samples

@@ -13,7 +13,7 @@ from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompr
 from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.slow_links.power_sgd import PowerSGD
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,

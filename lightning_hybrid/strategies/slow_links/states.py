@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 
 class ParameterStates(Optimizer):

@@ -23,7 +23,7 @@ from lightning_hybrid.pipeline.runtime.transport import transport_of
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.world.ranks import RankWorld
 

@@ -19,8 +19,8 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.tensors import on_host
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 def full_states(

@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers impo
     drop_absent_in_copy,
     unshard_parameters,
 )
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan

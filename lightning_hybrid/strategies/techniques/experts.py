@@ -30,7 +30,7 @@ from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.strategies.options.options import Options, compile_options
 from lightning_hybrid.strategies.techniques.tensor_plans import check_is_sharded
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, Ranks

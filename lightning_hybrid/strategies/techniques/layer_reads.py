@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.modules import find_layers
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_hybrid.errors import LayoutError, TensorPlanError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.modules import find_layers
 from lightning_hybrid.strategies.techniques.tensor_plans import (
     check_is_sharded,
     check_sequence_sharding,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
+from lightning_hybrid.step.objects.modules import lines_of_layers
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
 from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import NO_SEQUENCE, NOTHING_SHARDED
 

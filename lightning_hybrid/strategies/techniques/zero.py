@@ -18,8 +18,8 @@ from lightning_hybrid.parts.gather_on_read import can_guard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.precision.message_dtypes import message_dtypes
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.adascale import has_adascale
 from lightning_hybrid.techniques.technique import Active, Footprint, Messages, Operation, Technique
@@ -262,7 +262,7 @@ def members_of_groups(
 
     ``names`` are the FQNs of local ones; None for those that are not absent.
     """
-    from lightning_hybrid.step.recording.choose_units import choose_units
+    from lightning_hybrid.step.recording.units import choose_units
     from lightning_hybrid.strategies.techniques.reducers import stage_of_gradient
 
     units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units

@@ -20,7 +20,7 @@ from lightning_hybrid.optimizers.replacement import replace_step
 from lightning_hybrid.optimizers.trial import combines_parameters
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 
 

@@ -18,7 +18,7 @@ from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 # Replicas over which parameters are sharded may have different numbers of these.
 _PER_EVALUATED_BATCH = tuple(

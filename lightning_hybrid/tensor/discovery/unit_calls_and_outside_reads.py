@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.modules import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.recording.record_equal_layers_once import without_deduplication
-from lightning_hybrid.step.standins.absent_tensors import SHAPE_PROPERTIES
-from lightning_hybrid.step.tracing.intercept_step_operations import VIEW_PROPERTIES
+from lightning_hybrid.step.recording.layers import without_deduplication
+from lightning_hybrid.step.standins.tensors import SHAPE_PROPERTIES
+from lightning_hybrid.step.tracing.mode import VIEW_PROPERTIES
 
 _PLAIN = (bool, int, float, str, type(None))
 # Properties of a parameter that differ where a rank has a shard of it; its dtype, for example, does not.

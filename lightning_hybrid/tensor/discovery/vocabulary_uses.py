@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.objects.op_names import CASTS, names, operator_names
+from lightning_hybrid.step.objects.names import CASTS, names, operator_names
 from lightning_hybrid.step.objects.pytree import flatten_call
-from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, user_line
+from lightning_hybrid.step.tracing.mode import _METADATA, user_line
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import tensors_in
 
 _VIEW_PROPERTIES = frozenset({"T", "mT"})

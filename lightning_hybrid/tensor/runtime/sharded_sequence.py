@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
+from lightning_hybrid.step.standins.tensors import materialize
 from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as positions
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, shard_sequence

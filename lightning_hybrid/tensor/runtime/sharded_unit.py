@@ -31,11 +31,10 @@ from lightning_hybrid.collectives.arrivals import all_arrive, arrive
 from lightning_hybrid.errors import CannotShard, StepError
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.randomness.keyed_draws import FORWARD_WRAPPER
+from lightning_hybrid.randomness.keyed import FORWARD_WRAPPER
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
+from lightning_hybrid.step.standins.tensors import full_shape, materialize_call
+from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import (
     ExchangingRanks,
     GroupRanks,

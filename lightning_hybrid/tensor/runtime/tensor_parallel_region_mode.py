@@ -28,9 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.randomness.random_number_ops import draws
-from lightning_hybrid.step.objects.op_names import names, operator_names
-from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
+from lightning_hybrid.randomness.generators import draws
+from lightning_hybrid.step.objects.names import PACKAGE, TENSOR, TORCH, names, operator_names
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import linear_of, mark, mark_all, sharded_over, tensors_in

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
-from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.step.recording.layers import UnitKinds
+from lightning_hybrid.step.standins.tensors import full_shape
+from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan

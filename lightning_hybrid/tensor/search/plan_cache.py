@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.step.objects.source_folders import TENSOR
+from lightning_hybrid.step.objects.names import TENSOR
 from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests

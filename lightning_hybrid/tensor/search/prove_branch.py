@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase, full_shape
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.search.plan_cache import prove_again
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
-from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta, on_meta
-from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.module_state.copies import copy_on_meta, on_meta
+from lightning_hybrid.step.objects.modules import copied
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.grouped_matrix_products import GroupedProductShapes
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
+from lightning_hybrid.step.standins.kernels import GroupedProductShapes
+from lightning_hybrid.step.standins.tensors import materialize
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective, CountedRanks

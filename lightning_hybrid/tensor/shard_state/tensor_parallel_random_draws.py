@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.randomness.random_number_ops import draws
+from lightning_hybrid.randomness.generators import draws
 
 AroundDraw = Callable[[], AbstractContextManager[Any]]
 

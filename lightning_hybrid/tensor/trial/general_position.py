@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.modules import copied
 from lightning_hybrid.tensor.trial.example_inputs import PLAIN, Example
 
 _TRIES = 3  # a drawn mask may hide everything from a position

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
+from lightning_hybrid.step.tracing.functions import NotIntercepted
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import VocabularyShard
 from lightning_hybrid.tensor.vocabulary.vocabulary_sharded_op_rules import Rule
 

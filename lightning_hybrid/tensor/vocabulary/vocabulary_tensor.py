@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
-from lightning_hybrid.step.objects.op_names import CONTENT_READS, names
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
+from lightning_hybrid.step.objects.names import CONTENT_READS, names
+from lightning_hybrid.step.standins.tensors import materialize
+from lightning_hybrid.step.tracing.functions import NotIntercepted
 from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gather_rows
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary, VocabularyShard
 from lightning_hybrid.tensor.vocabulary.vocabulary_sharded_op_rules import rule_of

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.forbidden import collectives_forbidden
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import split
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import split
+from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.verify.one_process.gradients import PieceGradients
 from lightning_hybrid.verify.one_process.mixing import Mixing, mixing_of, rounding_of
 from lightning_hybrid.verify.one_process.module_state import without_side_effects

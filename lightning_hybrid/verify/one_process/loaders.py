@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.batch.split_batch_into_microbatches import join_batches
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.step.batch.split import join_batches
 
 
 class ReplicaLoader:

@@ -13,12 +13,12 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, inside, is_state
+from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, inside, is_state
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
-from lightning_hybrid.step.recording.values_kept_on_modules import ListPath, RecordedCall, find_lists
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.tensors import detached_leaf
+from lightning_hybrid.step.recording.kept import ListPath, RecordedCall, find_lists
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.verify.records.record import local_copies
 
 # By the dict that has it and its name: an attribute or a buffer of some module, and that dict.

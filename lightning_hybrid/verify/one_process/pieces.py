@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hybrid.errors import BatchError
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, choose_count, sizes_of, split
+from lightning_hybrid.step.batch.split import batch_size_of, choose_count, sizes_of, split
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 

@@ -19,12 +19,12 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import join_batches, sizes_of
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
+from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics
+from lightning_hybrid.step.batch.split import join_batches, sizes_of
+from lightning_hybrid.step.objects.tensors import detached_leaf
+from lightning_hybrid.step.tracing.metrics import find_sinks
+from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.verify.one_process.gradients import PieceGradients
 from lightning_hybrid.verify.one_process.loaders import ReplicaLoader
 from lightning_hybrid.verify.one_process.mixing import Mixing, mixing_of, rounding_of

@@ -17,9 +17,9 @@ import torch
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import around
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, split_by_sizes
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import batch_size_of, split_by_sizes
 from lightning_hybrid.verify.one_process.loaders import split_loader
 from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit, Piece, Pieces, joined
 from lightning_hybrid.verify.one_process.rows import is_batch_norm, rows_of_pieces

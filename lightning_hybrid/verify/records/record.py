@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import is_lost_connection
 from lightning_hybrid.optimizers.replacement import replace_step
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.verify.records.noise import perturb
 
 

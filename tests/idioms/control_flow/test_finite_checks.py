@@ -12,7 +12,7 @@ from harness.trainer_runs import ignore_warnings, trainer_of
 from harness.verification import COMBINED, LAYOUTS, TENSOR, check
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.pipeline.stages.select_recorded_trace import TraceCache
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.verify import Layout
 from models.regression import FEATURES, Regressor, mlp
 from models.tiny import Tiny, loader

@@ -19,7 +19,7 @@ from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import PlanLayout
 from lightning_hybrid.planner.search.search_layouts import search_layouts
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.step.recording import recorder_function_mode
+from lightning_hybrid.step.recording import recorder
 from lightning_hybrid.strategies import record_planner_costs
 from lightning_hybrid.strategies.record_planner_costs import record_costs
 from models.expert_modules import SwappedNames
@@ -188,7 +188,7 @@ def test_loops_over_experts_are_recorded_without_values(monkeypatch):
     def refuse(*_):
         raise AssertionError("a unit runs on real values")
 
-    monkeypatch.setattr(recorder_function_mode, "run_event_on_stand_ins", refuse)
+    monkeypatch.setattr(recorder, "run_event_on_stand_ins", refuse)
     modules = (mixtral(implementation, TINY)[1] for implementation in ("eager", "grouped_mm"))
     loop, grouped = (record_costs(pl, module, {}, "32-true").costs for module in modules)
     assert loop.flops == grouped.flops

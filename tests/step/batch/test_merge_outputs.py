@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.batch.merge_outputs import differ_in_rows, join, join_arguments
+from lightning_hybrid.step.batch.merge import differ_in_rows, join, join_arguments
 
 ROWS = torch.arange(16.0).reshape(8, 2)
 NAMES = [f"s{i}" for i in range(8)]

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import ControlFlowError
-from lightning_hybrid.step.standins.absent_arrays_and_lists import AbsentArray, has_absent_content, stand_in_for_content
-from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
-from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent, make_absent, user_attributes
-from lightning_hybrid.step.tracing.intercept_step_operations import in_canonical_order
+from lightning_hybrid.step.standins.numbers import AbsentArray, AbsentFloat, has_absent_content, stand_in_for_content
+from lightning_hybrid.step.standins.tensors import drop, fill, is_absent, make_absent, user_attributes
+from lightning_hybrid.step.tracing.mode import in_canonical_order
 
 
 def test_dropped_parameter_keeps_its_identity_and_is_refilled():

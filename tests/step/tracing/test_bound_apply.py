@@ -13,9 +13,9 @@ from torch.autograd.function import _SingleLevelFunction
 
 from harness.one_process_pipeline import assert_same_gradients, pipeline, record_and_cut, reference
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.instrument import intercept_or_refuse_autograd_functions as intercept_autograd_functions
-from lightning_hybrid.step.tracing import find_stored_autograd_apply as places
-from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
+from lightning_hybrid.step.tracing import functions as intercept_autograd_functions
+from lightning_hybrid.step.tracing import stored as places
+from lightning_hybrid.step.tracing.stored import find_bound_applies
 from models.autograd_functions import Reverse
 from models.cases import batch_of
 from models.hand_written import WIDTH, Layers

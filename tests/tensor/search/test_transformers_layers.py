@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.trial.example_inputs import copied
 

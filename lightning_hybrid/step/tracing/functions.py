@@ -1,0 +1,196 @@
+"""Autograd functions of user code, which function modes do not intercept: patched, so that each call is one event.
+
+Whether a step has code of the user run in its backward: autograd functions, and hooks on gradients.
+
+Such code need not be linear in the gradient that it receives. A function that adds the gradient of a router's auxiliary
+loss adds it in full, however small the incoming gradient is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, _SingleLevelFunction
+from torch.jit import ScriptFunction
+
+from lightning_hybrid.errors import StepError
+from lightning_hybrid.patching import ReplacedAll
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.standins.numbers import TOLIST_PATCH
+from lightning_hybrid.step.tracing.collectives import collective_patches
+from lightning_hybrid.step.tracing.finite import number_check_patches
+from lightning_hybrid.step.tracing.metrics import branchless_normalization
+from lightning_hybrid.step.tracing.mode import CurrentRun, user_line
+from lightning_hybrid.step.tracing.stored import APPLIED_IN_PYTHON, BoundApply
+
+# The class whose ``apply`` every call of an autograd function runs.
+APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
+
+
+class NotIntercepted:
+    """Base of autograd functions that run as part of another operation of a step, and are no event themselves."""
+
+
+def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> AbstractContextManager[None]:
+    """Make each autograd function and collective that a step calls one event of the current run.
+
+    A function of ``torch.jit`` runs as Python, since no mode intercepts its interpreter. Checks of numbers
+    (``math.isnan``) handle absent ones, and metrics of torchmetrics do not branch on their values.
+
+    Args:
+        current: The current run of a step.
+        bound: The ``apply`` methods that user code stores.
+    """
+    apply = _intercepted_apply(current)
+    patches = (
+        (APPLY_OWNER, "apply", classmethod(apply)),
+        *((one.owner, one.name, one.replacement(partial(apply, one.function))) for one in bound),
+        (ScriptFunction, "__call__", _uncompiled_script(current, vars(ScriptFunction)["__call__"])),
+        *collective_patches(current),
+        *number_check_patches(current),
+        *branchless_normalization(current),
+        TOLIST_PATCH,
+    )
+    return ReplacedAll(patches, reason="autograd functions, collectives and checks of numbers are nodes of a step")
+
+
+def functions_with_repeated_draws(
+    functions: Iterable[type[Function]], randomness: KeyedRandomness
+) -> AbstractContextManager[None]:
+    """Let functions whose backward reruns their forward, as hand-written checkpoints do, draw equal numbers again."""
+    takes_context = [function for function in functions if function.setup_context is Function.setup_context]
+    patches = (_with_repeated_draws(function, randomness) for function in takes_context)
+    return ReplacedAll(patches, reason="backwards repeat the draws of forwards")
+
+
+class _Repeated(NamedTuple):
+    """What torch takes for the class of a function in one backward; it runs after the patches are gone."""
+
+    backward: Callable[..., Any]
+    vjp: Callable[..., Any] = Function.vjp
+
+
+def _with_repeated_draws(function: type[Function], randomness: KeyedRandomness) -> tuple[Any, str, Any]:
+    user_forward, user_backward = function.forward, function.backward
+
+    @wraps(user_forward)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        again = user_backward if torch.compiler.is_compiling() else randomness.again(user_backward)
+        if again is not user_backward:
+            ctx._forward_cls = _Repeated(again)
+        return user_forward(ctx, *args, **kwargs)
+
+    return function, "forward", staticmethod(forward)
+
+
+def refuse_uninterceptable_functions(current: CurrentRun) -> AbstractContextManager[None]:
+    """Let a function raise a ``StepError`` where a step calls it in a way that is not intercepted."""
+    # Where each call runs Python, all calls are intercepted.
+    functions = [] if APPLIED_IN_PYTHON else [each for each in _subclasses() if "forward" in vars(each)]
+    patches = ((function, "forward", _refuse_call(current, function)) for function in functions)
+    return ReplacedAll(patches, reason="refuses calls that a recording does not see")
+
+
+def _refuse_call(current: CurrentRun, function: type[Function]) -> Any:
+    original = function.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # without functools.wraps: each recording creates hundreds
+        watch = current.watch
+        in_transform = torch._C._are_functorch_transforms_active()
+        if watch is None or watch.inside_unit or in_transform or issubclass(function, NotIntercepted):
+            return original(*args, **kwargs)
+        name = function.__qualname__
+        raise StepError(
+            f"{user_line()}: {name} is called through an object that holds {name}.apply (a functools.partial, a list,"
+            f" a default argument), where the recording does not see the call; call {name}.apply(...) directly, or"
+            " store it as a variable or an attribute of a module",
+            entry="function-apply",
+        )
+
+    return staticmethod(forward)
+
+
+def _intercepted_apply(current: CurrentRun) -> Callable[..., Any]:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        original = super(_SingleLevelFunction, cls).apply
+        watch = current.watch
+        if watch is None or watch.inside_unit or issubclass(cls, NotIntercepted):
+            return original(*args, **kwargs)
+        return watch.call(f"apply:{cls.__qualname__}", (), original, args, kwargs)
+
+    return apply
+
+
+def _uncompiled_script(current: CurrentRun, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current.watch
+        written = getattr(self, "_torchdynamo_inline", None)
+        if watch is None or written is None or (watch.inside_unit and not watch.is_recording):
+            return original(self, *args, **kwargs)
+        return written(*args, **kwargs)
+
+    return call
+
+
+def _subclasses(of: type[Function] = Function) -> Iterator[type[Function]]:
+    for function in of.__subclasses__():
+        yield function
+        yield from _subclasses(function)
+
+
+def user_functions() -> list[type[Function]]:
+    """The autograd functions that are defined neither by torch nor by this package."""
+    return [each for each in _subclasses() if is_user_function(each)]
+
+
+def is_user_function(function: Any) -> bool:
+    """Whether an autograd function, or a hook, is defined neither by torch nor by this package."""
+    return not function.__module__.startswith(("torch.", "lightning_hybrid."))
+
+
+class BackwardCode(ReplacedAll):
+    """Context that notes what the forwards inside leave for their backwards; enter it after other instruments.
+
+    Attributes:
+        has_functions: Whether an autograd function of user code was applied.
+        has_hooks: Whether user code has registered a hook on the gradient of a tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._replacements(), reason="notes code of the user that runs in the backward")
+        self.has_functions = self.has_hooks = False
+
+    def __enter__(self) -> BackwardCode:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether backwards are linear in the gradient of the loss, as far as user code is concerned."""
+        return not (self.has_functions or self.has_hooks)
+
+    def _replacements(self) -> Any:
+        before = vars(APPLY_OWNER).get("apply")  # of another instrument
+        register_hook = Tensor.register_hook
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and is_user_function(cls) and not issubclass(cls, NotIntercepted):
+                self.has_functions = True
+            if isinstance(before, classmethod):
+                return before.__func__(cls, *args, **kwargs)
+            original: Any = super(_SingleLevelFunction, cls)
+            return original.apply(*args, **kwargs)
+
+        def register(tensor: Tensor, hook: Any) -> Any:
+            self.has_hooks |= is_user_function(hook if isinstance(hook, FunctionType | MethodType) else type(hook))
+            return register_hook(tensor, hook)
+
+        register.__name__ = "register_hook"  # by which modes know it
+        yield APPLY_OWNER, "apply", classmethod(apply)
+        yield Tensor, "register_hook", register

@@ -1,0 +1,209 @@
+"""Instrumentation of a step: all patches of user modules and of torch that a recording or a replay needs.
+
+The patched forwards and functions read the current run of the step from a `CurrentRun`: to patch them for each
+microbatch would cost more than they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Function
+
+from lightning_hybrid.graph.step_graph import SINK
+from lightning_hybrid.patching import replace, replaced, replaced_forwards
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.standins.kernels import slow_attention
+from lightning_hybrid.step.tracing.asides import emit_side_outputs, with_side_outputs
+from lightning_hybrid.step.tracing.checkpointing import patched_checkpointing
+from lightning_hybrid.step.tracing.compiled import compiled_forward
+from lightning_hybrid.step.tracing.functions import (
+    functions_with_repeated_draws,
+    intercepted_functions,
+    user_functions,
+)
+from lightning_hybrid.step.tracing.hooks import backward_hooks_inside
+from lightning_hybrid.step.tracing.mode import CurrentRun
+from lightning_hybrid.step.tracing.recording import Recording
+from lightning_hybrid.step.tracing.stored import BoundApply
+
+_METRIC_METHODS = ("forward", "update", "compute", "reset")
+
+
+class InstrumentedReplay(Protocol):
+    """What is read of a ``StageReplay``: modules and functions that draw random numbers, metrics by FQN."""
+
+    @property
+    def recording(self) -> Recording:
+        """The recording that is replayed."""
+        ...
+
+    @property
+    def drawing(self) -> Mapping[str, nn.Module]:
+        """Modules that draw random numbers, by FQN."""
+        ...
+
+    @property
+    def drawing_functions(self) -> Sequence[type[Function]]:
+        """The user's autograd functions that draw random numbers."""
+        ...
+
+    @property
+    def sinks(self) -> Mapping[str, nn.Module]:
+        """Metrics by FQN."""
+        ...
+
+
+@contextlib.contextmanager
+def instrumented(replays: Collection[InstrumentedReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
+    """Instrument the user's modules for replays.
+
+    Args:
+        replays: All replays that will run inside; their recordings may have different units.
+        randomness: The keyed random numbers of the modules.
+
+    Yields:
+        The holder of the current run, an argument of ``StageReplay.run``.
+    """
+    units: dict[str, nn.Module] = {}
+    owned: dict[str, tuple[str, ...]] = {}
+    drawing: dict[str, nn.Module] = {}
+    sinks: Mapping[str, nn.Module] = {}
+    bound: Sequence[BoundApply] = ()
+    functions: dict[type[Function], None] = {}
+    for replay in dict.fromkeys(replays):
+        units.update(replay.recording.units)
+        owned.update(replay.recording.owned)
+        drawing.update(replay.drawing)
+        functions.update(dict.fromkeys(replay.drawing_functions))
+        sinks, bound = replay.sinks, replay.recording.bound
+    current = CurrentRun()
+    again = functions_with_repeated_draws(functions, randomness)
+    with randomness.modules(drawing), again, intercepted_step(current, randomness, units, owned, sinks, bound):
+        yield current
+
+
+@contextlib.contextmanager
+def intercepted_step(
+    current: CurrentRun,
+    randomness: KeyedRandomness,
+    units: Mapping[str, nn.Module],
+    owned: Mapping[str, tuple[str, ...]],
+    sinks: Mapping[str, nn.Module],
+    bound: Iterable[BoundApply],
+) -> Iterator[None]:
+    """Make units, metrics, autograd functions and checkpoints report to the current run.
+
+    Recordings and replays both run inside, so that they call the same code paths of torch.
+
+    Args:
+        current: The current run of a step.
+        randomness: The keyed random numbers.
+        units: The units, by FQN.
+        owned: FQNs of the parameters that each unit owns, by FQN of the unit.
+        sinks: The metrics, by FQN.
+        bound: The ``apply`` methods of autograd functions that user code stores.
+    """
+    with (
+        intercepted_units(current, units, owned),
+        intercepted_metrics(current, sinks),
+        intercepted_functions(current, bound),
+        patched_checkpointing(current, randomness),
+        slow_attention(),
+        no_inference_mode(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def draw_as_stages(
+    root: nn.Module,
+    randomness: KeyedRandomness,
+    step: int,
+    microbatch: int,
+    again: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> Iterator[None]:
+    """Let an unpartitioned module draw, in forward and backward, the numbers that its stages draw for a microbatch.
+
+    Args:
+        root: The user's module.
+        randomness: The keyed random numbers.
+        step: Number of the batch in the run.
+        microbatch: Number of the microbatch over all replicas.
+        again: Wraps a function that the backward runs again.
+    """
+    with (
+        randomness.microbatch(step, microbatch),
+        randomness.modules({name: module for name, module in root.named_modules() if name}),
+        randomness.watching(True),
+        patched_checkpointing(CurrentRun(), randomness, again),
+        functions_with_repeated_draws(user_functions(), randomness),
+        randomness.each_draw(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def no_inference_mode() -> Iterator[None]:
+    """Replace ``torch.inference_mode`` by ``torch.no_grad``: inference tensors have no version counter for writes."""
+    enter = torch.inference_mode.__enter__
+
+    def enter_no_grad(self: Any) -> None:
+        if not self.mode:
+            return enter(self)
+        self._inference_mode_context = torch.no_grad()
+        self._inference_mode_context.__enter__()
+
+    with replaced(torch.inference_mode, "__enter__", enter_no_grad, reason="no inference tensors in steps"):
+        yield
+
+
+@contextlib.contextmanager
+def intercepted_units(
+    current: CurrentRun, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
+) -> Iterator[None]:
+    """Make each call of these units one event of the current run, outside its forward and inside its hooks."""
+    with backward_hooks_inside(units) as hooked:
+
+        def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            name, members = "@" + fqn, owned[fqn]
+            unit_forward = hooked.get(fqn, compiled_forward(units[fqn], original))
+            run = with_side_outputs(unit_forward)
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                watch = current.watch
+                if watch is None or watch.inside_unit or fqn not in watch.units:
+                    return unit_forward(*args, **kwargs)
+                return emit_side_outputs(watch.call(name, members, run, args, kwargs))
+
+            return forward
+
+        with replaced_forwards(units, wrap, reason="units are nodes of a step"):
+            yield
+
+
+@contextlib.contextmanager
+def intercepted_metrics(current: CurrentRun, sinks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Make each call of these metrics one event of the current run."""
+
+    def intercepted(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        state = SINK + fqn  # the pseudo-parameter that represents the metric's state
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            watch = current.watch
+            if watch is None or watch.inside_unit:
+                return original(*args, **kwargs)
+            return watch.call(f"{state}.{method}", (state,), watch.sink_method(fqn, method, original), args, kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as undo:
+        for fqn, sink in sinks.items():
+            for method in _METRIC_METHODS:
+                function = intercepted(fqn, method, getattr(sink, method))
+                undo.callback(replace(sink, method, function, reason="metrics are nodes of a step"))
+        yield
