@@ -49,6 +49,7 @@ from lightning_hybrid.step.batch.split import (
     split,
 )
 from lightning_hybrid.step.replay.stage import StageRun
+from lightning_hybrid.techniques.technique import Active
 
 _OBJECTIVES = frozenset({"training_step", "validation_step", "test_step"})
 
@@ -98,10 +99,7 @@ class StepRunner(MicrobatchRunner):
         self._root, self._group, self._randomness = root, group, randomness
         self._replica, self._metrics = replica, metrics
         self._executor = Executor(root, group.rank(), transport, randomness)
-        self._executor.around_units = lambda: self.around_units()
-        self._executor.around_step = lambda: self.around_step()
         self._executor.around_backward = self.guards.off
-        self._executor.after_forward = lambda: self.settle()
         self._traces = TraceCache(root, plan, randomness)
         self._loss_shares = LossMeanWeights(root, plan, self._traces, randomness)
         self._log_runs = LogRuns(root, plan, self._traces, randomness)
@@ -112,6 +110,11 @@ class StepRunner(MicrobatchRunner):
         self.has_weighted_means, self.recorded_means = False, frozenset[int]()
         self.weighting, self._uses_recorded_means = LossWeighting(), True
         self._warn_unsplit, self._warn = warn_unsplit, warn
+
+    def connect(self, active: Active) -> None:
+        """Run layers as techniques do, from the next step on."""
+        super().connect(active)
+        self._executor.active = active
 
     def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
         """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""

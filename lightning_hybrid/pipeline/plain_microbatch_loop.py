@@ -98,7 +98,7 @@ class MicrobatchLoop:
             path = TorchCallSites() if self._traces_calls else None
             code = BackwardCode() if train is not None and self.scales_gradients is None else None
             with (
-                runner.around_step(),
+                runner.active.around_step(),
                 context(),
                 draws,
                 self.logs.microbatch(self._root, index, metrics.origin),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -31,10 +30,9 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensors import detached_copy
-from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch
-from lightning_hybrid.step.tracing.instrument import draw_as_stages
+from lightning_hybrid.techniques.technique import Active
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -59,7 +57,6 @@ class UnpartitionedSteps:
         *,
         room: Callable[[], int],
         warn: Callable[[str, Exception], None],
-        around: Callable[[], AbstractContextManager[None]],
         has_recorded: Callable[[], None],
         fails_alone: Callable[[], bool],
     ) -> None:
@@ -74,14 +71,13 @@ class UnpartitionedSteps:
             meet: As for ``HookAgreement``.
             room: Returns how many bytes gathered parameters may take in a step on this rank.
             warn: Called once with the name of a step that cannot be partitioned, and the reason.
-            around: Entered around each step, innermost but for the logs.
             has_recorded: Called after each step that this rank has recorded.
             fails_alone: Returns whether another rank of the replica has recorded a step that this one could not.
         """
         self.names: set[str] = set()
         self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
-        self._randomness, self._room, self._warn, self._around = randomness, room, warn, around
+        self._randomness, self._room, self._warn, self.active = randomness, room, warn, Active()
         self.has_recorded, self._fails_alone = has_recorded, fails_alone
         self._agreement = HookAgreement(replica, randomness.device, meet)
 
@@ -160,7 +156,7 @@ class UnpartitionedSteps:
                 self._randomness.isolated(),
                 draw_as_stages(self._root, self._randomness, call.number, call.first),
                 call.context(),
-                self._around(),
+                self.active.unpartitioned(),
                 logs.microbatch(self._root, 0),
                 slow_attention(),
                 self.gathering_mode(agree_on, room),

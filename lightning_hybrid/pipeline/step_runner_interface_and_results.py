@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, choo
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.step.tracing.refusals import no_loss_error
+from lightning_hybrid.techniques.technique import Active
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,11 @@ class MicrobatchRunner(ABC):
         unit_observers: All entered with the trace of the first step while that step is recorded again.
         unpartitioned: Runs evaluation steps that cannot be partitioned, and code outside of steps.
         guards: Track whether user code runs, which reads full parameters, or a backward.
-        around_units: Entered around each step; replaces the forwards of layers.
-        around_step: Entered around each run of the user's step.
+        active: The techniques that run layers.
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         is_fatal: Whether an error in a comparison of microbatches is raised; they weigh by samples otherwise.
         batch_bytes: Bytes of the tensors in the first batch, by name of a step.
         is_comparing: Whether a batch is compared with its microbatches now: nothing may be rounded at random.
-        settle: Called after a forward, before this rank waits for others: it may have called other layers.
     """
 
     def __init__(
@@ -95,9 +93,7 @@ class MicrobatchRunner(ABC):
         self.plan, self.splitter, self.unpartitioned = plan, splitter, unpartitioned
         self.unit_observers: list[Callable[[TraceVariant], AbstractContextManager[Any]]] = []
         self.guards = ReadGuards()
-        self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.settle: Callable[[], None] = lambda: None
+        self.active = Active()
         self.is_fatal: Callable[[Exception], bool] | None = None
         self.gathers_outputs = self.is_comparing = False
         self.batch_bytes: dict[str, int] = {}
@@ -157,27 +153,10 @@ class MicrobatchRunner(ABC):
             manual_optimization: Whether it is a training step with manual optimization.
         """
 
-    def shard_units(
-        self,
-        around: Callable[[], AbstractContextManager[None]],
-        around_step: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Enter a context around each step, which replaces the forwards of layers, and one around each of its runs."""
-        self.around_units, self.around_step = around, around_step
-
-    def wrap_layers(
-        self, around: Callable[[], AbstractContextManager[None]], settle: Callable[[], None] | None = None
-    ) -> None:
-        """Enter a further context around each step, inside the others: what it replaces runs around theirs."""
-        outer = self.around_units
-        self.settle = settle or self.settle
-
-        @contextlib.contextmanager
-        def both() -> Iterator[None]:
-            with outer(), around():
-                yield
-
-        self.around_units = both
+    def connect(self, active: Active) -> None:
+        """Run layers as techniques do, from the next step on."""
+        self.active = active
+        self.unpartitioned.active = active
 
     def use_microbatches(self, count: int) -> None:
         """Split full batches into so many microbatches from now on."""

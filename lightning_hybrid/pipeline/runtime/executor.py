@@ -36,6 +36,7 @@ from lightning_hybrid.step.replay.stage import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, fill, is_absent
 from lightning_hybrid.step.tracing.instrument import instrumented
 from lightning_hybrid.step.tracing.mode import CurrentRun
+from lightning_hybrid.techniques.technique import Active
 
 _PROPERTIES = frozenset({"__get__", "__set__", "__delete__"})  # of which those with content are methods' results
 
@@ -102,20 +103,16 @@ class Executor:
     """Runs jobs on one rank of a pipeline.
 
     Attributes:
-        around_units: Entered around each job; replaces the forwards of units by sharded ones.
-        around_step: Entered around each run of the user's step.
+        active: The techniques that run layers.
         around_backward: Entered around each backward, and each reduction.
-        after_forward: Called after each forward, before its outputs are sent.
     """
 
     def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
         """Set up for the user's module ``root`` on the rank with this pipeline coordinate."""
         self.root, self.rank, self.transport = root, rank, transport
         self._randomness, self.device = randomness, randomness.device
-        self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.active = Active()
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.after_forward: Callable[[], None] = lambda: None
         self._current: CurrentRun | None = None
 
     def has_guessed_size(self) -> bool:
@@ -129,7 +126,7 @@ class Executor:
         split_backward = SplitBackward()
         split = split_backward.instrumented if job.program.split else nullcontext
         with (
-            self.around_units(),
+            self.active.running(),
             instrumented(replays, self._randomness) as current,
             split(current),
             closing(ParameterGradients(self.root, len(job.seeds) > 1)) as gradients,
@@ -281,7 +278,7 @@ class _Run:
         is_split = (stage, microbatch) in job.program.split
         try:
             split = self._split_backward.forward() if is_split else nullcontext()
-            with self._executor.around_step(), split, self._parameter_gradients.registered.run():
+            with self._executor.active.around_step(), split, self._parameter_gradients.registered.run():
                 run = job.around(microbatch, step)
         except Exception as error:
             has_diverged = isinstance(error, StepError | ControlFlowError) or inputs.include_broken()
@@ -298,7 +295,7 @@ class _Run:
         run.scalars = run.scalars if earlier is None else run.scalars.joined(earlier.scalars)
         self.results[microbatch] = run
         inputs.leaves()  # also receives the values that the step has not read
-        self._executor.after_forward()
+        self._executor.active.settle()  # before outputs are sent: others wait for them
         return inputs.waited
 
     def _break(self, stage: int, microbatch: int, inputs: ReceivedValues, error: Exception) -> None:
@@ -315,7 +312,7 @@ class _Run:
         self._states.leave(stage)
         self._forwards_left -= 1
         inputs.leaves()
-        self._executor.after_forward()
+        self._executor.active.settle()  # before outputs are sent: others wait for them
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1

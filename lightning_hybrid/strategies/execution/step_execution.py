@@ -28,7 +28,7 @@ from lightning_hybrid.strategies.logs.reduction import (
     log_for_replica,
 )
 from lightning_hybrid.strategies.options.options import weigh_by_count
-from lightning_hybrid.strategies.run.build import RunOwner, running_layers
+from lightning_hybrid.strategies.run.build import RunOwner
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.user_code.hooks import current_hook, old_gradients_are_read, output_is_read
@@ -164,8 +164,7 @@ class StepExecution:
                 optimization.reducers[None].finish()
             if run.plain_runner is not None and run.mesh.size("data") > 1:  # schedules have their own reductions
                 self.recorder.add(Action(Kind.REDUCE, 0), start)
-        if run.experts is not None:
-            run.experts.agree_on_gradients()
+        run.active.complete_gradients()
 
     def _before_backward(self, stage: int, is_last: bool) -> None:
         active, reducers = self._run.active, self._owner.optimization.reducers
@@ -210,8 +209,6 @@ class StepExecution:
         number = setting.trainer.fit_loop.epoch_loop.total_batch_idx if trains else -1 - next(self._evaluated)
         share = name == "predict_step" or output_is_read(setting.trainer, name)
         backwards = runner.num_backwards(args[0]) if train is not None else 0
-        if run.experts is not None and train is not None:
-            run.experts.check_equal_microbatches(backwards)
         fit = self.fit if train is not None else None
 
         def run_gathered() -> StepResult:
@@ -252,11 +249,12 @@ class StepExecution:
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
         """Run the user's step without a runner, with compiled layers if there are any."""
-        if self._run.compiled is None:
+        layers = self._run.active.part(keeps_compiled=True)
+        if not layers.replaces_layers:
             return self._logged_step(name, args)
         self._until_backward.close()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(running_layers(self._run, self._owner))
+            stack.enter_context(layers.running())
             output = self._logged_step(name, args)
             if name == "training_step":
                 self._until_backward = stack.pop_all()
@@ -333,8 +331,7 @@ class StepExecution:
                 reducer.finish()
             if run.mesh.size("data") > 1:
                 self.recorder.add_since_last(Action(Kind.REDUCE, 0))
-            if run.experts is not None:
-                run.experts.agree_on_gradients()
+            run.active.complete_gradients()
         if log is not None:  # replicas may ask each other again, now that all have come to the same line
             with current_hook(self._setting.module, "training_step"):
                 log()

@@ -18,7 +18,7 @@ from lightning_hybrid.planner.memory.predict_memory import predict_memory
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import PlanLayout
 from lightning_hybrid.planner.search.search_layouts import search_layouts
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 from lightning_hybrid.step.recording import recorder
 from lightning_hybrid.strategies import record_planner_costs
 from lightning_hybrid.strategies.record_planner_costs import record_costs
