@@ -30,8 +30,10 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensors import detached_copy
+from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch
+from lightning_hybrid.step.tracing.instrument import draw_as_stages
 from lightning_hybrid.techniques.technique import Active
 
 _PLAIN = (bool, int, float, str, type(None))
