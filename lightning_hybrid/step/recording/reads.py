@@ -86,7 +86,7 @@ def find_escaped_values(
     if paths:
         computed = computed_weights(root)
         paths = [(location, value) for location, value in paths if location not in computed]
-    read = watch.values_to_report()
+    read = tuple(watch.values_read)
     values = dict.fromkeys((*(value for _, value in paths), *(read if numbers else ())))
     return EscapedValues(tuple(paths), tuple(values), (numbers, read), describe_tensors(result, watch))
 

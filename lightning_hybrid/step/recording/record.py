@@ -114,8 +114,6 @@ def _record_once(
             )
             recorder.absent_number = absent_number
             recorder.guesses = itertools.cycle(guesses) if guesses else None
-            # An evaluation step decides itself.
-            recorder.assumed_finite = set() if loss_required or guesses else None
             current.watch = recorder
             with contextlib.ExitStack() as stack:
                 stack.enter_context(randomness.microbatch(*draws_as))

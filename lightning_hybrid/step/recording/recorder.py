@@ -41,9 +41,7 @@ from lightning_hybrid.step.recording.reads import (
 from lightning_hybrid.step.recording.units import CapturedInputs
 from lightning_hybrid.step.standins.counts import CostCounter, SavedTensors
 from lightning_hybrid.step.standins.kernels import NO_FAKE_KERNEL, run_on_stand_ins
-from lightning_hybrid.step.standins.numbers import Answer
 from lightning_hybrid.step.standins.tensors import make_absent
-from lightning_hybrid.step.tracing.finite import answer_if_finite
 from lightning_hybrid.step.tracing.metrics import MetricDryRun
 from lightning_hybrid.step.tracing.mode import StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Leaf, Recording, Template, returned_values
@@ -93,7 +91,6 @@ class Recorder(StepMode):
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
         self._sizes = DynamicSizeReads()
-        self._answer: Answer | None = None  # about the results of the operation being recorded
         self.captured = CapturedInputs(parameters, self.mark_of, costs, units)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
@@ -107,10 +104,6 @@ class Recorder(StepMode):
     def is_dynamic(self, value: int) -> bool:
         """Whether the shape of a value depends on data, as known when it is made."""
         return self._values[value].dynamic
-
-    def answer_if_finite(self, value: int) -> Answer | None:
-        """The value of each element if the numbers of the model are finite, determined when the value was made."""
-        return self._values[value].finite_answer
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Run the method of a metric on a copy."""
@@ -160,7 +153,6 @@ class Recorder(StepMode):
         dynamic = bool(sized_by) or self._sized_by_data or any(self._values[v].dynamic for v in inputs)
         writes = self._written_tensors(name, args, kwargs, tensors, versions)
         written_names = self._members_of(writes)
-        self._answer = None if self.assumed_finite is None else answer_if_finite(name, run, args, kwargs, self)
         written, aliases = self._written_values(writes, leaves, dynamic), self._sharing_memory(writes)
         described, out_spec = self._describe_result(out, leaves, dynamic)
         paths = tuple(location for location, _ in attributes)
@@ -293,8 +285,7 @@ class Recorder(StepMode):
         fake = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
         strides = tuple(fake.stride()) if fake.layout is torch.strided else ()
         dtype, device = str(fake.dtype).removeprefix("torch."), str(fake.device)
-        grad, answer = tensor.requires_grad, self._answer
-        self._values.append(Value(index, tuple(fake.shape), dtype, strides, grad, dynamic, device, answer))
+        self._values.append(Value(index, tuple(fake.shape), dtype, strides, tensor.requires_grad, dynamic, device))
         self.mark(tensor, index)
         self._by_memory.setdefault(storage_id(tensor), []).append(tensor)
         return index
@@ -336,7 +327,6 @@ class Recorder(StepMode):
             cloned=frozenset(self._cloned),
             draws=tuple(self._costs.drawing),
             buffers=frozenset(name for name, _ in root.named_buffers()),
-            assumed_finite=frozenset(self.assumed_finite or ()),
         )
         fields = tuple(self._templates), dict(self.units), dict(owned), kept.paths, unopened
         buffers = frozenset(self._found_buffers | self.mutated.buffers)

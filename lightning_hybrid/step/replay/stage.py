@@ -26,10 +26,8 @@ from lightning_hybrid.step.batch.metrics import FullBatchMetrics
 from lightning_hybrid.step.batch.scalars import ScalarResults, scalar_nodes
 from lightning_hybrid.step.module_state.attributes import look_up, put
 from lightning_hybrid.step.module_state.snapshots import AttributePath
-from lightning_hybrid.step.objects.names import TEXT_READS
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, dtype_changed, shape_changed
-from lightning_hybrid.step.standins.numbers import Answer
 from lightning_hybrid.step.standins.tensors import (
     MARK,
     ShardedTensorBase,
@@ -39,7 +37,6 @@ from lightning_hybrid.step.standins.tensors import (
     materialize_call,
 )
 from lightning_hybrid.step.tracing.checkpointing import recomputed
-from lightning_hybrid.step.tracing.finite import check_answer
 from lightning_hybrid.step.tracing.functions import user_functions
 from lightning_hybrid.step.tracing.hooks import HOOK_SETUP_EVENT
 from lightning_hybrid.step.tracing.metrics import find_sinks
@@ -179,11 +176,9 @@ class ReplayWatch(StepMode):
         self._stage = replay.stage
         graph = replay.recording.graph
         self._nodes, self._values, self._cloned = graph.nodes, graph.values, graph.cloned
-        self._assumed_finite = graph.assumed_finite
         self._node_stage = replay.assignment.node_stage
         self._value_stage = replay.assignment.value_stage
         self._templates = replay.recording.templates
-        self.assumed_finite = set(self._assumed_finite)
         self._wanted = replay.wanted
         self._returned_or_kept = replay.returned_or_kept
         self._reused = replay.placeholders
@@ -212,19 +207,6 @@ class ReplayWatch(StepMode):
     def is_dynamic(self, value: int) -> bool:
         """Whether the shape of a value depends on data, as recorded."""
         return self._values[value].dynamic
-
-    def answer_if_finite(self, value: int) -> Answer | None:
-        """The recorded value of each element if the numbers of the model are finite."""
-        return self._values[value].finite_answer
-
-    def read_here(self, name: str, result: Any, args: Any) -> Any:
-        """Check that a read on which the step branches gives the result that other stages assume."""
-        if not self._assumed_finite or name in TEXT_READS or not isinstance(args[0], Tensor):
-            return result
-        mark = self.mark_of(args[0])
-        if mark is not None and mark in self._assumed_finite:
-            check_answer(name, result, self._values[mark].finite_answer, user_line())
-        return result
 
     def size_read(self, tensor: Tensor) -> None:
         """Record the read of a shape: the cause to report if the step then diverges from its recording."""

@@ -27,7 +27,6 @@ from lightning_hybrid.step.objects.names import TEXT_READS
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.reads import find_escaped_values, is_sized_by_data, number_in_buffer
 from lightning_hybrid.step.replay.stage import rebuild_result
-from lightning_hybrid.step.standins.numbers import Answer
 from lightning_hybrid.step.standins.tensors import MARK, fill, make_placeholder, swap_in_place
 from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Recording, Template, returned_values
@@ -138,7 +137,7 @@ class TraceTree(Generic[Trace]):
             *returned_values(result, watch.mark_of),
             _unique(value for _, value in kept.paths),
             bool(kept.numbers[0]),
-            watch.values_to_report(),
+            tuple(watch.values_read),
         )
         if end not in watch.position.ends:
             keeps = ", ".join(str(location) for location, _ in kept.paths) or "nothing of the model"
@@ -195,9 +194,6 @@ class _DryRun(StepMode):
 
     def is_dynamic(self, value: int) -> bool:
         return self._values[value].dynamic
-
-    def answer_if_finite(self, value: int) -> Answer | None:
-        return self._values[value].finite_answer
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """Note a read of the content of the batch."""

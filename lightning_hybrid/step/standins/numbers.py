@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from math import isnan  # the original function: it is patched during a step
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -22,12 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError
 from lightning_hybrid.patching import ReplacedAll
-
-Answer: TypeAlias = bool | int | float  # to a finiteness check
-
-# Answers to finiteness checks of absent values.
-IF_FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
-
 
 # Methods of float that keep a mean: of any operands, and of one that is absent, which comes first.
 _ADDITIVE = frozenset({"__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__pos__"})
@@ -41,7 +35,7 @@ def _arithmetic(name: str) -> Callable[..., Any]:
         if not all(isinstance(other, int | float) for other in others):
             return NotImplemented  # the tensor's own method handles it
         values = number.values.union(*(getattr(other, "values", ()) for other in others))
-        return AbsentFloat(number.line, values, number.assumed_finite, operation=(name, (number, *others)))
+        return AbsentFloat(number.line, values, operation=(name, (number, *others)))
 
     return method
 
@@ -49,22 +43,17 @@ def _arithmetic(name: str) -> Callable[..., Any]:
 class AbsentFloat(float):
     """A number read from an absent tensor: NaN, so results computed from it are NaN too.
 
-    A comparison would decide a branch by an absent value, so it raises; unless the number's value is known under the
-    assumption that the model's values are finite.
+    A comparison would decide a branch by an absent value, so it raises.
     """
 
     line: str
     values: frozenset[int]
-    assumed_finite: set[int] | None
-    finite_answer: Answer | None
     operation: tuple[str, tuple[Any, ...]] | None
 
     def __new__(
         cls,
         line: str = "",
         values: frozenset[int] = frozenset(),
-        assumed_finite: set[int] | None = None,
-        finite_answer: Answer | None = None,
         operation: tuple[str, tuple[Any, ...]] | None = None,
     ) -> AbsentFloat:
         """An absent number.
@@ -72,14 +61,10 @@ class AbsentFloat(float):
         Args:
             line: The user's line that read it, for messages.
             values: The values of the step graph that it was computed from.
-            assumed_finite: Set to which values are added that a branch assumes to be finite.
-            finite_answer: Its value under that assumption; None if unknown.
             operation: The method of ``float`` that computes it, and its operands; None if it was read from a tensor.
         """
         number = super().__new__(cls, _nan_with_payload(values))
-        number.line, number.values = line, values
-        number.assumed_finite, number.finite_answer = assumed_finite, finite_answer
-        number.operation = operation
+        number.line, number.values, number.operation = line, values, operation
         return number
 
     __add__, __radd__, __sub__, __rsub__ = map(_arithmetic, ("__add__", "__radd__", "__sub__", "__rsub__"))
@@ -100,7 +85,7 @@ class AbsentFloat(float):
             return False
         return name in _ADDITIVE or (name in _SCALING and len(absent) == 1 and absent[0] is operands[0])
 
-    def computed(self, content: Mapping[int, Any]) -> Answer:
+    def computed(self, content: Mapping[int, Any]) -> bool | int | float:
         """Compute it from the values, tensors of one element by value index.
 
         Raises:
@@ -108,51 +93,26 @@ class AbsentFloat(float):
         """
         if self.operation is None:
             [value] = self.values
-            number: Answer = content[value].item()
+            number: bool | int | float = content[value].item()
             return number
         name, operands = self.operation
         first, *others = (o.computed(content) if isinstance(o, AbsentFloat) else o for o in operands)
-        result: Answer = getattr(float, name)(float(first), *others)
+        result: float = getattr(float, name)(float(first), *others)
         return result
 
-    def _value_or_raise(self) -> bool | int | float:
-        if self.finite_answer is None:
-            raise ControlFlowError(branch_message(self.line), entry="branch")
-        return self.assume_finite(self.finite_answer)
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ControlFlowError(branch_message(self.line), entry="branch")
 
-    def assume_finite(self, answer: Any) -> Any:
-        """Return an answer that holds for finite values, and record that other ranks are to check it."""
-        if self.assumed_finite is None or not self.values:
-            raise ControlFlowError(branch_message(self.line), entry="branch")
-        self.assumed_finite.update(self.values)
-        return answer
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = _refuse
 
     def __eq__(self, other: object) -> bool:
-        """Compare; a number that is not NaN equals itself."""
-        return bool(self.assume_finite(True) if other is self else self._value_or_raise() == other)
+        """Refuse, since it decides by the content."""
+        self._refuse()
 
     def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(self._value_or_raise() < other)
-
-    def __le__(self, other: Any) -> bool:
-        return bool(self._value_or_raise() <= other)
-
-    def __gt__(self, other: Any) -> bool:
-        return bool(self._value_or_raise() > other)
-
-    def __ge__(self, other: Any) -> bool:
-        return bool(self._value_or_raise() >= other)
-
-    def __bool__(self) -> bool:
-        return bool(self._value_or_raise())
+        self._refuse()
 
     __hash__ = float.__hash__
-
-    def __int__(self) -> int:
-        return int(self._value_or_raise())
 
 
 # A NaN has a payload, which float(x) and most arithmetic propagate. So numbers computed from an absent one are
@@ -196,10 +156,9 @@ def content_message(line: str, name: str) -> str:
 class AbsentArray:
     """A stand-in for a NumPy array whose content is on another rank; it has a shape and refuses all else."""
 
-    def __init__(self, line: str, like: Tensor, values: frozenset[int], assumed_finite: set[int] | None) -> None:
-        """Stand in for the array of an absent tensor that the user's ``line`` has read; the rest as ``AbsentFloat``."""
+    def __init__(self, line: str, like: Tensor) -> None:
+        """Stand in for the array of an absent tensor that the user's ``line`` has read."""
         self.__dict__.update(line=line, shape=tuple(like.shape), ndim=like.dim(), size=like.numel())
-        self.__dict__.update(values=values, assumed_finite=assumed_finite)
 
     def __len__(self) -> int:
         return int(self.__dict__["shape"][0])
@@ -222,15 +181,7 @@ class AbsentArray:
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __getitem__ = __iter__ = __contains__ = __bool__ = __int__ = __float__ = __index__ = __round__ = _refuse
     __setitem__ = __delitem__ = __setattr__ = _refuse
-    __array__ = __array_function__ = _refuse
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Answer finiteness checks, refuse all other ufuncs."""
-        assumed_finite, values = self.__dict__["assumed_finite"], self.__dict__["values"]
-        if ufunc.__name__ not in IF_FINITE or method != "__call__" or not values or assumed_finite is None:
-            self._refuse()
-        assumed_finite.update(values)
-        return numpy.full(self.__dict__["shape"], IF_FINITE[ufunc.__name__])
+    __array__ = __array_function__ = __array_ufunc__ = _refuse
 
     def __eq__(self, other: object) -> bool:
         """Refuse, since elements are content."""
@@ -265,7 +216,6 @@ def stand_in_for_content(
     line: str,
     tensor: Tensor,
     values: frozenset[int],
-    assumed_finite: set[int] | None,
     absent_number: float | None,
 ) -> Any:
     """The stand-in for the result of ``tolist()`` or ``numpy()`` on an absent tensor, of the same shape.
@@ -275,19 +225,18 @@ def stand_in_for_content(
         line: The user's line that reads it.
         tensor: The absent tensor, of any shape.
         values: Its value in the step graph.
-        assumed_finite: Set to which values are added that a branch assumes to be finite.
         absent_number: The number for every element instead, during the search for branches.
     """
     shape = tuple(tensor.shape)
     if name == "numpy":
         if absent_number is None:
-            return AbsentArray(line, tensor, values, assumed_finite)
+            return AbsentArray(line, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         return numpy.full(shape, absent_number, dtype=numpy.dtype(dtype))
 
     def nested(sizes: tuple[int, ...]) -> Any:
         if not sizes:
-            return AbsentFloat(line, values, assumed_finite) if absent_number is None else absent_number
+            return AbsentFloat(line, values) if absent_number is None else absent_number
         return [nested(sizes[1:]) for _ in range(sizes[0])]
 
     return nested(shape)

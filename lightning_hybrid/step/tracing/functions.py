@@ -8,23 +8,25 @@ loss adds it in full, however small the incoming gradient is.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.jit import ScriptFunction
 
-from lightning_hybrid.errors import StepError
+from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.standins.numbers import TOLIST_PATCH
+from lightning_hybrid.step.standins.numbers import TOLIST_PATCH, branch_message, source_values
 from lightning_hybrid.step.tracing.collectives import collective_patches
-from lightning_hybrid.step.tracing.finite import number_check_patches
 from lightning_hybrid.step.tracing.metrics import branchless_normalization
 from lightning_hybrid.step.tracing.mode import CurrentRun, user_line
 from lightning_hybrid.step.tracing.stored import APPLIED_IN_PYTHON, BoundApply
@@ -41,7 +43,7 @@ def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> A
     """Make each autograd function and collective that a step calls one event of the current run.
 
     A function of ``torch.jit`` runs as Python, since no mode intercepts its interpreter. Checks of numbers
-    (``math.isnan``) handle absent ones, and metrics of torchmetrics do not branch on their values.
+    (``math.isnan``) refuse absent ones, and metrics of torchmetrics do not branch on their values.
 
     Args:
         current: The current run of a step.
@@ -53,7 +55,7 @@ def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> A
         *((one.owner, one.name, one.replacement(partial(apply, one.function))) for one in bound),
         (ScriptFunction, "__call__", _uncompiled_script(current, vars(ScriptFunction)["__call__"])),
         *collective_patches(current),
-        *number_check_patches(current),
+        *_number_checks(current),
         *branchless_normalization(current),
         TOLIST_PATCH,
     )
@@ -125,6 +127,24 @@ def _intercepted_apply(current: CurrentRun) -> Callable[..., Any]:
         return watch.call(f"apply:{cls.__qualname__}", (), original, args, kwargs)
 
     return apply
+
+
+def _number_checks(current: CurrentRun) -> Iterator[tuple[Any, str, Any]]:
+    """Checks of numbers by C code, which would see the NaN of an absent one and let the step branch on it."""
+    for module, name in itertools.product((math, numpy), ("isnan", "isinf", "isfinite")):
+        yield module, name, _refusing_absent(current, getattr(module, name))
+
+
+def _refusing_absent(current: CurrentRun, original: Callable[..., Any]) -> Callable[..., Any]:
+    def check(value: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current.watch
+        if watch is not None and not watch.inside_unit:
+            is_absent = isinstance(value, Tensor) and watch.is_absent_here(value)
+            if is_absent or source_values(value) is not None:
+                raise ControlFlowError(branch_message(watch.numbers_read or user_line()), entry="branch")
+        return original(value, *args, **kwargs)
+
+    return check
 
 
 def _uncompiled_script(current: CurrentRun, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,6 @@ from lightning_hybrid.step.objects.names import CONTENT_READS, NUMBER_READS, PAC
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.numbers import (
     AbsentFloat,
-    Answer,
     answer_guessed_read,
     branch_message,
     content_message,
@@ -54,7 +53,6 @@ _METADATA = frozenset(
         "dim_order", "register_post_accumulate_grad_hook",
     }
 )  # fmt: skip
-_DECIDING = frozenset({"__bool__", "__int__", "__index__", "is_nonzero"})
 _ARGUMENT_CHECKS = "torch.distributions."  # its branches on tensors check whether arguments are valid, and raise if not
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
 # By the name that a torch function mode intercepts: the equivalent function for swapped arguments.
@@ -83,7 +81,6 @@ class StepMode(TorchFunctionMode, ABC):
         recompute_depth: The number of checkpointed functions of the user's glue that are running.
         numbers_read: The line that last read a number from an absent tensor.
         values_read: The values that numbers were read from.
-        assumed_finite: The values that branches assumed to be finite; None if branches on them are refused.
         absent_number: The number that reads of absent values return, in the search for branches on them.
         guesses: The answers to reads of absent values, in order; None where such a step is refused.
         has_guessed: Whether one of them was needed.
@@ -106,7 +103,6 @@ class StepMode(TorchFunctionMode, ABC):
         self.recompute_depth = 0
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
-        self.assumed_finite: set[int] | None = set()
         self.absent_number: float | None = None
         self.guesses: Iterator[bool] | None = None
         self.has_guessed = False
@@ -129,10 +125,6 @@ class StepMode(TorchFunctionMode, ABC):
     @abstractmethod
     def is_dynamic(self, value: int) -> bool:
         """Whether the shape of a value depends on data."""
-
-    @abstractmethod
-    def answer_if_finite(self, value: int) -> Answer | None:
-        """The answer ``Value.finite_answer`` of a value."""
 
     def __enter__(self) -> Any:
         self.uncompiled.on()
@@ -220,24 +212,15 @@ class StepMode(TorchFunctionMode, ABC):
             return True  # an argument check; the stage that has the content does it
         line = user_line()
         values = frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None)
-        answer = self.answer_if_finite(*values) if len(values) == len(absent) == 1 else None
-        assumed_finite = self.assumed_finite
-        if (
-            assumed_finite is not None
-            and answer is not None
-            and (name in _DECIDING or (name == "item" and values <= assumed_finite))
-        ):
-            assumed_finite.update(values)
-            return int(answer) if name in ("__int__", "__index__") else answer if name == "item" else bool(answer)
         if self.guesses is not None:
             self.has_guessed = True
             return answer_guessed_read(name, absent[0], next(self.guesses))
         if name in NUMBER_READS:
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
-            if self.absent_number is not None and (answer is None or name != "item"):
+            if self.absent_number is not None:
                 return self.absent_number
-            number = AbsentFloat(line, values, self.assumed_finite, answer)
+            number = AbsentFloat(line, values)
             # Python requires a plain float there, and would warn.
             return float(number) if name == "__float__" else number
         if name == "__format__":
@@ -249,15 +232,8 @@ class StepMode(TorchFunctionMode, ABC):
                 raise ControlFlowError(content_message(line, name), entry="content")
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
-            return stand_in_for_content(name, line, absent[0], values, self.assumed_finite, self.absent_number)
+            return stand_in_for_content(name, line, absent[0], values, self.absent_number)
         raise ControlFlowError(branch_message(line), entry="branch")
-
-    def values_to_report(self) -> tuple[int, ...]:
-        """The values that numbers were read from whose answer for finite values is not used instead."""
-        assumed_finite = self.assumed_finite or ()
-        return tuple(
-            value for value in self.values_read if value not in assumed_finite or self.answer_if_finite(value) is None
-        )
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """Called after a read of a tensor that has content; a recording records it."""
