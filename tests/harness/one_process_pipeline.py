@@ -16,7 +16,7 @@ from lightning_hybrid.pipeline.stages.record_and_partition_step import record_va
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.tracing.instrument import instrumented
+from lightning_hybrid.step.replay.stage import instrumented
 
 
 class OneRank:

@@ -428,5 +428,5 @@ class _DenominatorWatch(ReplayWatch):
             if storage_id(labels) in self._replay.memory:
                 self._replay.labels[node.index] = labels.numel(), ignored
         if rows is not None:
-            self._rows.update((value, rows) for value in node.outputs if self._values[value].shape)
+            self._rows.update((value, rows) for value in node.outputs if self.values[value].shape)
         return super()._skip(node, leaves)

@@ -32,9 +32,8 @@ from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
 from lightning_hybrid.step.batch.means import Share
 from lightning_hybrid.step.batch.metrics import FullBatchMetrics
-from lightning_hybrid.step.replay.stage import ReplayWatch, StageRun
+from lightning_hybrid.step.replay.stage import ReplayWatch, StageRun, instrumented
 from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, fill, is_absent
-from lightning_hybrid.step.tracing.instrument import instrumented
 from lightning_hybrid.step.tracing.mode import CurrentRun
 from lightning_hybrid.techniques.technique import Active
 

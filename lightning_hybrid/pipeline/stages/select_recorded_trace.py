@@ -33,10 +33,9 @@ from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
 from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around, plain_state
-from lightning_hybrid.step.replay.stage import SideEffectReplay, StageRun
+from lightning_hybrid.step.replay.stage import StageReplay, StageRun, instrumented
 from lightning_hybrid.step.replay.traces import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.tensors import is_absent
-from lightning_hybrid.step.tracing.instrument import InstrumentedReplay, instrumented
 from lightning_hybrid.step.tracing.mode import CurrentRun
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
@@ -75,7 +74,7 @@ class Call:
 
     @contextlib.contextmanager
     def dry_run(
-        self, root: nn.Module, replays: Collection[InstrumentedReplay], randomness: KeyedRandomness, index: int = 0
+        self, root: nn.Module, replays: Collection[StageReplay], randomness: KeyedRandomness, index: int = 0
     ) -> Iterator[CurrentRun]:
         """Run the step inside by ``replays``, as if on the microbatch of this index, without its logs and prints."""
         with (
@@ -111,7 +110,7 @@ class Call:
             contents: What reads of values of the model return, by index, in their shapes.
             around: Entered around the step.
         """
-        replay = SideEffectReplay(variant.recording, variant.assignment, root, randomness)
+        replay = StageReplay(variant.recording, variant.assignment, root, randomness)
         replay.contents = contents
         with self.dry_run(root, [replay], randomness) as current, around or contextlib.nullcontext():
             return replay.run(lambda: self.on(batch), {}, names, current)

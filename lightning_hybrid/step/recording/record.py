@@ -32,7 +32,6 @@ from lightning_hybrid.step.tracing.instrument import intercepted_step
 from lightning_hybrid.step.tracing.metrics import MetricDryRun, find_sinks
 from lightning_hybrid.step.tracing.mode import CurrentRun
 from lightning_hybrid.step.tracing.recording import Recording
-from lightning_hybrid.step.tracing.stored import find_bound_applies
 
 
 def record(
@@ -99,7 +98,7 @@ def _record_once(
     *,
     full_graph: bool,
 ) -> Recording:
-    state, around_units, bound = ModuleSnapshot(root), modules_around(root, units), find_bound_applies(root)
+    state, around_units = ModuleSnapshot(root), modules_around(root, units)
     old = [leaf for _, leaf in reachable_leaves(root)]
     current, in_backward = CurrentRun(), BackwardCode()
     recorder: Recorder | None = None
@@ -121,7 +120,7 @@ def _record_once(
                 stack.enter_context(randomness.modules({n: m for n, m in around_units.items() if n}))
                 stack.enter_context(randomness.watching(True))
                 stack.enter_context(costs.module_stack())
-                stack.enter_context(intercepted_step(current, randomness, units, owned, sinks, bound))
+                stack.enter_context(intercepted_step(current, randomness, units, owned, sinks))
                 stack.enter_context(refuse_uninterceptable_functions(current))
                 stack.enter_context(in_backward)
                 stack.enter_context(quiet_fake_kernels())
@@ -132,10 +131,13 @@ def _record_once(
             refuse_number_in_buffer(root, state, "" if guesses else recorder.numbers_read)
             recording = recorder.finish(root, name, result, owned, loss_required=loss_required)
             kept = find_kept_values(root, state, old, recorder, recording)
-            recording = replace(
-                recording, has_functions=in_backward.has_functions, has_hooks=in_backward.has_hooks, bound=bound
+            return replace(
+                recording,
+                has_functions=in_backward.has_functions,
+                has_hooks=in_backward.has_hooks,
+                has_guesses=recorder.has_guessed,
+                **kept._asdict(),
             )
-            return replace(recording, has_guesses=recorder.has_guessed, **kept._asdict())
     finally:
         if recorder is not None:
             recorder.mutated.undo()

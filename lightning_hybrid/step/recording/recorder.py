@@ -83,7 +83,7 @@ class Recorder(StepMode):
         self._costs = costs
         self._nodes: list[Node] = []
         self._templates: list[Template] = []
-        self._values: list[Value] = []
+        self.values: list[Value] = []
         self._bytes: dict[str, int] = {}
         self._cloned: set[int] = set()
         self._by_memory: dict[int, list[Tensor]] = {}
@@ -93,17 +93,9 @@ class Recorder(StepMode):
         self._sizes = DynamicSizeReads()
         self.captured = CapturedInputs(parameters, self.mark_of, costs, units)
 
-    def is_absent_here(self, tensor: Tensor) -> bool:
-        """Whether a tensor of any shape is absent: while recording, everything computed from a parameter is."""
-        return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
-
     def size_read(self, tensor: Tensor) -> None:
         """Record that user code reads the shape of a tensor; its sizes may become numbers that other stages need."""
         self._sizes.record_read(self.mark_of(tensor))
-
-    def is_dynamic(self, value: int) -> bool:
-        """Whether the shape of a value depends on data, as known when it is made."""
-        return self._values[value].dynamic
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Run the method of a metric on a copy."""
@@ -150,7 +142,7 @@ class Recorder(StepMode):
                 self._costs.count_saved(leaves[:num_arguments], out)
         parameters = tuple(dict.fromkeys((*direct, *owned, *self.captured.members)))
         self._bytes.update((parameter, 0) for parameter in parameters if parameter not in self._bytes)
-        dynamic = bool(sized_by) or self._sized_by_data or any(self._values[v].dynamic for v in inputs)
+        dynamic = bool(sized_by) or self._sized_by_data or any(self.values[v].dynamic for v in inputs)
         writes = self._written_tensors(name, args, kwargs, tensors, versions)
         written_names = self._members_of(writes)
         written, aliases = self._written_values(writes, leaves, dynamic), self._sharing_memory(writes)
@@ -279,13 +271,13 @@ class Recorder(StepMode):
         return Leaf(value=self._new_value(leaf, dynamic))
 
     def _new_value(self, tensor: Tensor, dynamic: bool) -> int:
-        index = len(self._values)
+        index = len(self.values)
         if not isinstance(tensor, FakeTensor):
             refuse_transforms("an operation")
         fake = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
         strides = tuple(fake.stride()) if fake.layout is torch.strided else ()
         dtype, device = str(fake.dtype).removeprefix("torch."), str(fake.device)
-        self._values.append(Value(index, tuple(fake.shape), dtype, strides, tensor.requires_grad, dynamic, device))
+        self.values.append(Value(index, tuple(fake.shape), dtype, strides, tensor.requires_grad, dynamic, device))
         self.mark(tensor, index)
         self._by_memory.setdefault(storage_id(tensor), []).append(tensor)
         return index
@@ -308,7 +300,7 @@ class Recorder(StepMode):
                 if tensor is not None and fqn in self._bytes:
                     self._bytes[fqn] = tensor.numel() * tensor.element_size()
         returned, loss = returned_values(result, self.mark_of)
-        if loss_required and (loss is None or not self._values[loss].requires_grad):
+        if loss_required and (loss is None or not self.values[loss].requires_grad):
             raise no_loss_error(name, result)
         kept = find_escaped_values(root, result, self)
         called = {node.unit for node in self._nodes if node.unit is not None}
@@ -319,7 +311,7 @@ class Recorder(StepMode):
         graph = StepGraph(
             step=name,
             nodes=tuple(self._nodes),
-            values=tuple(self._values),
+            values=tuple(self.values),
             parameter_bytes=dict(self._bytes),
             returned=returned,
             loss=loss,

@@ -4,18 +4,20 @@ Node k of the graph is executed if it belongs to the stage, or skipped; a skippe
 if another stage sent it here, and an absent stand-in otherwise. So Python side effects happen on every rank, and only
 the tensor operations of other stages are missing.
 
-A replay for Python side effects alone, with the content of some values of the model available.
+A replay of a stage without operations runs the Python side effects alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
 
 from lightning_hybrid.errors import WITHOUT_STAGES, StepError
 from lightning_hybrid.graph.partition import Assignment
@@ -37,8 +39,9 @@ from lightning_hybrid.step.standins.tensors import (
     materialize_call,
 )
 from lightning_hybrid.step.tracing.checkpointing import recomputed
-from lightning_hybrid.step.tracing.functions import user_functions
+from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, user_functions
 from lightning_hybrid.step.tracing.hooks import HOOK_SETUP_EVENT
+from lightning_hybrid.step.tracing.instrument import intercepted_step
 from lightning_hybrid.step.tracing.metrics import find_sinks
 from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Recording, Template
@@ -126,6 +129,8 @@ class StageReplay:
         self.drawing = {fqn: root.get_submodule(fqn) for fqn in graph.draws if fqn}
         self.device = randomness.device
         self.scalar_nodes = scalar_nodes(graph)
+        # Full tensors by value index, of any shapes: reads of these values return their content.
+        self.contents: Mapping[int, Tensor] = {}
 
     def run(
         self,
@@ -175,13 +180,13 @@ class ReplayWatch(StepMode):
         self.units = replay.recording.units
         self._stage = replay.stage
         graph = replay.recording.graph
-        self._nodes, self._values, self._cloned = graph.nodes, graph.values, graph.cloned
+        self._nodes, self.values, self._cloned = graph.nodes, graph.values, graph.cloned
         self._node_stage = replay.assignment.node_stage
         self._value_stage = replay.assignment.value_stage
         self._templates = replay.recording.templates
         self._wanted = replay.wanted
         self._returned_or_kept = replay.returned_or_kept
-        self._reused = replay.placeholders
+        self._reused, self._contents = replay.placeholders, replay.contents
         self._device, self._received = replay.device, received
         self._is_pipelined = replay.assignment.num_stages > 1
         self._scalar_nodes = replay.scalar_nodes
@@ -204,9 +209,18 @@ class ReplayWatch(StepMode):
         mark = self.mark_of(tensor)
         return mark is not None and self._value_stage[mark] != self._stage
 
-    def is_dynamic(self, value: int) -> bool:
-        """Whether the shape of a value depends on data, as recorded."""
-        return self._values[value].dynamic
+    def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._contents:
+            return super()._read(name, func, args, kwargs)
+        leaves, spec = flatten((args, kwargs))
+        marks = [self.mark_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        filled = [
+            leaf if mark is None else self._contents.get(mark, leaf) for leaf, mark in zip(leaves, marks, strict=True)
+        ]
+        if any(isinstance(leaf, FakeTensor) for leaf in filled):
+            return super()._read(name, func, args, kwargs)
+        args, kwargs = unflatten(filled, spec)
+        return func(*args, **kwargs)
 
     def size_read(self, tensor: Tensor) -> None:
         """Record the read of a shape: the cause to report if the step then diverges from its recording."""
@@ -296,7 +310,7 @@ class ReplayWatch(StepMode):
 
     def _record_value(self, tensor: Tensor, value: int) -> None:
         self.mark(tensor, value)
-        recorded = self._values[value]
+        recorded = self.values[value]
         # Other stages use the recorded shape.
         if tensor.shape != recorded.shape and not recorded.dynamic and self._is_pipelined:
             raise shape_changed(user_line(), recorded.shape, tensor.shape)
@@ -351,21 +365,21 @@ class ReplayWatch(StepMode):
         if value in self._received:
             fill(written, self._received_value(value).clone())
         elif not isinstance(written, FakeTensor):
-            fill(written, make_placeholder(self._values[value], self._device))
+            fill(written, make_placeholder(self.values[value], self._device))
         self.mark(written, value)
         if value in self._returned_or_kept and isinstance(written, FakeTensor):
             self.placeholders.append((value, written))
 
     def _placeholder(self, value: int) -> FakeTensor:
         if value in self._returned_or_kept:
-            placeholder = make_placeholder(self._values[value], self._device)
+            placeholder = make_placeholder(self.values[value], self._device)
             self.placeholders.append((value, placeholder))
             return placeholder
         if value in self._cloned:  # written in place later: the object will become another value
-            return make_placeholder(self._values[value], self._device)
+            return make_placeholder(self.values[value], self._device)
         # Nothing refers to it after the run, so every run may return the same one.
         if value not in self._reused:
-            self._reused[value] = make_placeholder(self._values[value], self._device)
+            self._reused[value] = make_placeholder(self.values[value], self._device)
         return self._reused[value]
 
     def _match(self, name: str, inputs: list[int]) -> Node:
@@ -386,35 +400,29 @@ class ReplayWatch(StepMode):
         self.changes.check_returned(result, self.mark_of)
 
 
-class SideEffectReplay(StageReplay):
-    """Replays a step as a stage without operations; reads of values in ``contents`` return their content.
+@contextlib.contextmanager
+def instrumented(replays: Collection[StageReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
+    """Instrument the user's modules for replays.
 
-    Attributes:
-        contents: Full tensors by value index; set before a run.
+    Args:
+        replays: All replays that will run inside; their recordings may have different units.
+        randomness: The keyed random numbers of the modules.
+
+    Yields:
+        The holder of the current run, an argument of ``StageReplay.run``.
     """
-
-    contents: Mapping[int, Tensor]
-
-    def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """Create a mode that answers reads from ``contents``; ``received`` are tensors by index, of any shapes."""
-        return _ReadingWatch(self, received, parameters)
-
-
-class _ReadingWatch(ReplayWatch):
-    """Skips every operation of the model, and answers reads from ``contents``."""
-
-    def __init__(self, replay: SideEffectReplay, *rest: Any) -> None:
-        super().__init__(replay, *rest)
-        self._contents = replay.contents
-
-    def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        leaves, spec = flatten((args, kwargs))
-        filled = [self._content(leaf) for leaf in leaves]
-        if any(isinstance(leaf, FakeTensor) for leaf in filled):
-            return super()._read(name, func, args, kwargs)
-        args, kwargs = unflatten(filled, spec)
-        return func(*args, **kwargs)
-
-    def _content(self, leaf: Any) -> Any:
-        value = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
-        return leaf if value is None else self._contents.get(value, leaf)
+    units: dict[str, nn.Module] = {}
+    owned: dict[str, tuple[str, ...]] = {}
+    drawing: dict[str, nn.Module] = {}
+    sinks: dict[str, nn.Module] = {}
+    functions: dict[type[Function], None] = {}
+    for replay in dict.fromkeys(replays):
+        units.update(replay.recording.units)
+        owned.update(replay.recording.owned)
+        drawing.update(replay.drawing)
+        functions.update(dict.fromkeys(replay.drawing_functions))
+        sinks = replay.sinks
+    current = CurrentRun()
+    again = functions_with_repeated_draws(functions, randomness)
+    with randomness.modules(drawing), again, intercepted_step(current, randomness, units, owned, sinks):
+        yield current

@@ -183,17 +183,10 @@ class _DryRun(StepMode):
         self.units = units
         self._attribute_paths = attribute_paths
         self.position, self.reached = start, "the start"
-        self._values: dict[int, Value] = {}
+        self.values: dict[int, Value] = {}
         self.reads_batch = False
         self._device = randomness.device
         self._rewritten: list[tuple[Tensor, Tensor]] = []  # (tensor, placeholder with its content)
-
-    def is_absent_here(self, tensor: Tensor) -> bool:
-        """Whether a tensor of any shape comes from a parameter: all of these are absent."""
-        return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
-
-    def is_dynamic(self, value: int) -> bool:
-        return self._values[value].dynamic
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """Note a read of the content of the batch."""
@@ -224,7 +217,7 @@ class _DryRun(StepMode):
             recorded = ", ".join(self.position.names) or "the end of the step"
             raise UnknownTrace(f"{name} ({user_line()}) comes after {self.reached}, where other runs have {recorded}")
         self.position, self.reached = position, name
-        self._values.update(position.values)
+        self.values.update(position.values)
         return rebuild_result(position.template, leaves, self._placeholder, self.mark, self._rewrite)
 
     def _child_of_shape(
@@ -249,14 +242,14 @@ class _DryRun(StepMode):
     def _placeholder(self, value: int) -> FakeTensor:
         cached = self.position.placeholders
         if value in self.position.visible:
-            return make_placeholder(self._values[value], self._device)
+            return make_placeholder(self.values[value], self._device)
         if value not in cached:
-            cached[value] = make_placeholder(self._values[value], self._device)
+            cached[value] = make_placeholder(self.values[value], self._device)
         return cached[value]
 
     def _rewrite(self, written: Tensor, value: int) -> None:
         if not isinstance(written, FakeTensor):
-            placeholder = make_placeholder(self._values[value], self._device)
+            placeholder = make_placeholder(self.values[value], self._device)
             fill(written, placeholder)
             self._rewritten.append((written, placeholder))
         self.mark(written, value)

@@ -40,14 +40,14 @@ def patched_checkpointing(
     generator, function = getattr(checkpoint_module, name), checkpoint_module.CheckpointFunction
 
     def without_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        watch = current.watch
-        if watch is None or watch.inside_unit:
+        watch = current.glue
+        if watch is None:
             return generator(again(randomness.again(fn)), *args, **kwargs)
         return _recompute_each_unit(watch)
 
     def reentrant(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        watch = current.watch
-        if watch is None or watch.inside_unit:
+        watch = current.glue
+        if watch is None:
             return function.apply(_plain_then_rerun(fn, again(randomness.again(fn))), preserve, *args)
         with watch.recomputing():
             return fn(*args)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import wraps
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -29,8 +29,9 @@ from lightning_hybrid.step.standins.numbers import TOLIST_PATCH, branch_message,
 from lightning_hybrid.step.tracing.collectives import collective_patches
 from lightning_hybrid.step.tracing.metrics import branchless_normalization
 from lightning_hybrid.step.tracing.mode import CurrentRun, user_line
-from lightning_hybrid.step.tracing.stored import APPLIED_IN_PYTHON, BoundApply
 
+# Whether each call of an autograd function runs a method that is written in Python: before torch 2.14.
+APPLIED_IN_PYTHON = isinstance(vars(Function).get("apply"), classmethod)
 # The class whose ``apply`` every call of an autograd function runs.
 APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
 
@@ -39,20 +40,14 @@ class NotIntercepted:
     """Base of autograd functions that run as part of another operation of a step, and are no event themselves."""
 
 
-def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> AbstractContextManager[None]:
+def intercepted_functions(current: CurrentRun) -> AbstractContextManager[None]:
     """Make each autograd function and collective that a step calls one event of the current run.
 
     A function of ``torch.jit`` runs as Python, since no mode intercepts its interpreter. Checks of numbers
     (``math.isnan``) refuse absent ones, and metrics of torchmetrics do not branch on their values.
-
-    Args:
-        current: The current run of a step.
-        bound: The ``apply`` methods that user code stores.
     """
-    apply = _intercepted_apply(current)
     patches = (
-        (APPLY_OWNER, "apply", classmethod(apply)),
-        *((one.owner, one.name, one.replacement(partial(apply, one.function))) for one in bound),
+        (APPLY_OWNER, "apply", classmethod(_intercepted_apply(current))),
         (ScriptFunction, "__call__", _uncompiled_script(current, vars(ScriptFunction)["__call__"])),
         *collective_patches(current),
         *_number_checks(current),
@@ -103,15 +98,14 @@ def _refuse_call(current: CurrentRun, function: type[Function]) -> Any:
     original = function.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:  # without functools.wraps: each recording creates hundreds
-        watch = current.watch
+        watch = current.glue
         in_transform = torch._C._are_functorch_transforms_active()
-        if watch is None or watch.inside_unit or in_transform or issubclass(function, NotIntercepted):
+        if watch is None or in_transform or issubclass(function, NotIntercepted):
             return original(*args, **kwargs)
         name = function.__qualname__
         raise StepError(
-            f"{user_line()}: {name} is called through an object that holds {name}.apply (a functools.partial, a list,"
-            f" a default argument), where the recording does not see the call; call {name}.apply(...) directly, or"
-            " store it as a variable or an attribute of a module",
+            f"{user_line()}: {name} is called through an object that holds {name}.apply (a variable, a"
+            f" functools.partial, a list), where the recording does not see the call; call {name}.apply(...) directly",
             entry="function-apply",
         )
 
@@ -121,8 +115,8 @@ def _refuse_call(current: CurrentRun, function: type[Function]) -> Any:
 def _intercepted_apply(current: CurrentRun) -> Callable[..., Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(_SingleLevelFunction, cls).apply
-        watch = current.watch
-        if watch is None or watch.inside_unit or issubclass(cls, NotIntercepted):
+        watch = current.glue
+        if watch is None or issubclass(cls, NotIntercepted):
             return original(*args, **kwargs)
         return watch.call(f"apply:{cls.__qualname__}", (), original, args, kwargs)
 
@@ -137,8 +131,8 @@ def _number_checks(current: CurrentRun) -> Iterator[tuple[Any, str, Any]]:
 
 def _refusing_absent(current: CurrentRun, original: Callable[..., Any]) -> Callable[..., Any]:
     def check(value: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = current.watch
-        if watch is not None and not watch.inside_unit:
+        watch = current.glue
+        if watch is not None:
             is_absent = isinstance(value, Tensor) and watch.is_absent_here(value)
             if is_absent or source_values(value) is not None:
                 raise ControlFlowError(branch_message(watch.numbers_read or user_line()), entry="branch")

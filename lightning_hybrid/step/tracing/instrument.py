@@ -7,12 +7,11 @@ microbatch would cost more than they do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Function
 
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import replace, replaced, replaced_forwards
@@ -28,63 +27,8 @@ from lightning_hybrid.step.tracing.functions import (
 )
 from lightning_hybrid.step.tracing.hooks import backward_hooks_inside
 from lightning_hybrid.step.tracing.mode import CurrentRun
-from lightning_hybrid.step.tracing.recording import Recording
-from lightning_hybrid.step.tracing.stored import BoundApply
 
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
-
-
-class InstrumentedReplay(Protocol):
-    """What is read of a ``StageReplay``: modules and functions that draw random numbers, metrics by FQN."""
-
-    @property
-    def recording(self) -> Recording:
-        """The recording that is replayed."""
-        ...
-
-    @property
-    def drawing(self) -> Mapping[str, nn.Module]:
-        """Modules that draw random numbers, by FQN."""
-        ...
-
-    @property
-    def drawing_functions(self) -> Sequence[type[Function]]:
-        """The user's autograd functions that draw random numbers."""
-        ...
-
-    @property
-    def sinks(self) -> Mapping[str, nn.Module]:
-        """Metrics by FQN."""
-        ...
-
-
-@contextlib.contextmanager
-def instrumented(replays: Collection[InstrumentedReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
-    """Instrument the user's modules for replays.
-
-    Args:
-        replays: All replays that will run inside; their recordings may have different units.
-        randomness: The keyed random numbers of the modules.
-
-    Yields:
-        The holder of the current run, an argument of ``StageReplay.run``.
-    """
-    units: dict[str, nn.Module] = {}
-    owned: dict[str, tuple[str, ...]] = {}
-    drawing: dict[str, nn.Module] = {}
-    sinks: Mapping[str, nn.Module] = {}
-    bound: Sequence[BoundApply] = ()
-    functions: dict[type[Function], None] = {}
-    for replay in dict.fromkeys(replays):
-        units.update(replay.recording.units)
-        owned.update(replay.recording.owned)
-        drawing.update(replay.drawing)
-        functions.update(dict.fromkeys(replay.drawing_functions))
-        sinks, bound = replay.sinks, replay.recording.bound
-    current = CurrentRun()
-    again = functions_with_repeated_draws(functions, randomness)
-    with randomness.modules(drawing), again, intercepted_step(current, randomness, units, owned, sinks, bound):
-        yield current
 
 
 @contextlib.contextmanager
@@ -94,7 +38,6 @@ def intercepted_step(
     units: Mapping[str, nn.Module],
     owned: Mapping[str, tuple[str, ...]],
     sinks: Mapping[str, nn.Module],
-    bound: Iterable[BoundApply],
 ) -> Iterator[None]:
     """Make units, metrics, autograd functions and checkpoints report to the current run.
 
@@ -106,12 +49,11 @@ def intercepted_step(
         units: The units, by FQN.
         owned: FQNs of the parameters that each unit owns, by FQN of the unit.
         sinks: The metrics, by FQN.
-        bound: The ``apply`` methods of autograd functions that user code stores.
     """
     with (
         intercepted_units(current, units, owned),
         intercepted_metrics(current, sinks),
-        intercepted_functions(current, bound),
+        intercepted_functions(current),
         patched_checkpointing(current, randomness),
         slow_attention(),
         no_inference_mode(),
@@ -175,8 +117,8 @@ def intercepted_units(
             run = with_side_outputs(unit_forward)
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                watch = current.watch
-                if watch is None or watch.inside_unit or fqn not in watch.units:
+                watch = current.glue
+                if watch is None or fqn not in watch.units:
                     return unit_forward(*args, **kwargs)
                 return emit_side_outputs(watch.call(name, members, run, args, kwargs))
 
@@ -194,8 +136,8 @@ def intercepted_metrics(current: CurrentRun, sinks: Mapping[str, nn.Module]) -> 
         state = SINK + fqn  # the pseudo-parameter that represents the metric's state
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            watch = current.watch
-            if watch is None or watch.inside_unit:
+            watch = current.glue
+            if watch is None:
                 return original(*args, **kwargs)
             return watch.call(f"{state}.{method}", (state,), watch.sink_method(fqn, method, original), args, kwargs)
 

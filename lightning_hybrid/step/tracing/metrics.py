@@ -125,8 +125,8 @@ def _importing_modules(count: int) -> list[ModuleType]:
 def _normalize_by_where(current: CurrentRun, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def normalize(tensor: Tensor, normalization: str | None) -> Tensor:
         """The probabilities of a tensor of logits or probabilities, of the same shape."""
-        watch = current.watch
-        if not normalization or watch is None or watch.inside_unit or not watch.is_model_value(tensor):
+        watch = current.glue
+        if not normalization or watch is None or not watch.is_model_value(tensor):
             return original(tensor, normalization)
         normalized = tensor.sigmoid() if normalization == "sigmoid" else tensor.softmax(1)
         return torch.where(((tensor < 0) | (tensor > 1)).any(), normalized, tensor)

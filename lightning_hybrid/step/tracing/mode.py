@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
@@ -85,6 +86,7 @@ class StepMode(TorchFunctionMode, ABC):
         guesses: The answers to reads of absent values, in order; None where such a step is refused.
         has_guessed: Whether one of them was needed.
         units: The modules whose calls are one event each, by FQN.
+        values: The values of the step, by index.
         uncompiled: Prevents compilation of the code around units.
     """
 
@@ -107,6 +109,7 @@ class StepMode(TorchFunctionMode, ABC):
         self.guesses: Iterator[bool] | None = None
         self.has_guessed = False
         self.units: Mapping[str, nn.Module] = {}
+        self.values: Any = {}
 
     @abstractmethod
     def event(
@@ -114,17 +117,13 @@ class StepMode(TorchFunctionMode, ABC):
     ) -> Any:
         """Handle an operation or unit call; ``owned`` are the FQNs of the unit's parameters."""
 
-    @abstractmethod
     def is_absent_here(self, tensor: Tensor) -> bool:
-        """Whether the content of ``tensor``, of any shape, is not on this rank."""
+        """Whether the content of ``tensor``, of any shape, is not on this rank: all computed from parameters is not."""
+        return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether another stage computes this value, of any shape."""
         return False
-
-    @abstractmethod
-    def is_dynamic(self, value: int) -> bool:
-        """Whether the shape of a value depends on data."""
 
     def __enter__(self) -> Any:
         self.uncompiled.on()
@@ -187,7 +186,7 @@ class StepMode(TorchFunctionMode, ABC):
     def _has_static_shape(self, args: Any) -> bool:
         """Whether the first argument is a value of the model whose shape is the same on every stage."""
         mark = self.mark_of(args[0]) if args and isinstance(args[0], Tensor) else None
-        return mark is not None and not self.is_dynamic(mark)
+        return mark is not None and not self.values[mark].dynamic
 
     def _foreach(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Split a ``_foreach_`` operation into one event per member, since members may be on different stages."""
@@ -228,7 +227,7 @@ class StepMode(TorchFunctionMode, ABC):
         if name in TEXT_READS:
             return f"absent{tuple(absent[0].shape)}"
         if name in CONTENT_READS:
-            if name not in ("tolist", "numpy") or any(self.is_dynamic(value) for value in values):
+            if name not in ("tolist", "numpy") or any(self.values[value].dynamic for value in values):
                 raise ControlFlowError(content_message(line, name), entry="content")
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
@@ -318,6 +317,12 @@ class CurrentRun:
     def __init__(self) -> None:
         self.watch: StepMode | None = None
         self.uncompiled = EagerSwitch()
+
+    @property
+    def glue(self) -> StepMode | None:
+        """The mode of the current run while code around units runs; None inside of units and outside of runs."""
+        watch = self.watch
+        return None if watch is None or watch.inside_unit else watch
 
 
 def _calling_module() -> str:

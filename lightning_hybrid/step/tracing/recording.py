@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.step.module_state.attributes import replaces_parameters
 from lightning_hybrid.step.module_state.snapshots import AttributePath
 from lightning_hybrid.step.objects.pytree import Spec, flatten
-from lightning_hybrid.step.tracing.stored import BoundApply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,6 @@ class Recording:
         appended: By list of its modules, the entries with values of the model that the step appends, likewise.
         kept_elsewhere: The first path that stores a value of the model other than by appending; empty if none does.
         kept_batch_tensors: Paths that store tensors of the batch alone other than by appending, and their shapes.
-        bound: The ``apply`` methods of autograd functions that user code stores.
         entered: Units with captured inputs: values of the step that are no tensor arguments; they should be opened.
         left: Units that read values which an earlier call stored on them; they should be opened too.
         has_guesses: Whether code of the step read a value of the model that was guessed.
@@ -97,7 +95,6 @@ class Recording:
     appended: tuple[Any, ...] = ()
     kept_elsewhere: str = ""
     kept_batch_tensors: tuple[tuple[AttributePath, tuple[int, ...]], ...] = ()
-    bound: Sequence[BoundApply] = ()
     entered: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     has_guesses: bool = False
