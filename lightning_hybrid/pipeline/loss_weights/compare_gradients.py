@@ -26,7 +26,7 @@ from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.batch.split import copied_batch
-from lightning_hybrid.step.tracing.hooks import has_backward_hooks
+from lightning_hybrid.step.recording.units import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import find_loss
 
 # Relative differences of the gradients of a parameter that rounding may cause; other dtypes are too coarse for a test.

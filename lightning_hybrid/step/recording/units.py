@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric
 
-from lightning_hybrid.errors import StepError, UncapturedOutput
+from lightning_hybrid.errors import WITHOUT_STAGES, StepError, UncapturedOutput
 from lightning_hybrid.graph.partition import node_cost
 from lightning_hybrid.step.standins.counts import CostCounter
 from lightning_hybrid.step.standins.tensors import full_shape
-from lightning_hybrid.step.tracing.hooks import has_backward_hooks
 from lightning_hybrid.step.tracing.mode import user_line
 from lightning_hybrid.step.tracing.recording import Recording
 
@@ -51,7 +50,20 @@ class UnitChoice:
         self._mixtures = frozenset(_mixtures(root) if shares_experts and num_stages > 1 else ())
 
     def choose(self) -> dict[str, nn.Module]:
-        """Return the current units by FQN, in the order of the module tree."""
+        """Return the current units by FQN, in the order of the module tree.
+
+        Raises:
+            StepError: A module has a full backward hook, and there are several stages.
+        """
+        names = self._root.named_modules() if self._num_stages > 1 else ()
+        hooked = [fqn for fqn, module in names if has_backward_hooks(module)]
+        if hooked:
+            raise StepError(
+                f"{hooked[0] or type(self._root).__name__} has a full backward hook, which torch sets up around its forward also"
+                " where another stage runs that; register a hook on a tensor in the forward (h.register_hook(...)), or"
+                f" {WITHOUT_STAGES}",
+                entry="hook-stages",
+            )
         return choose_units(self._root, self._num_stages, self.opened, self.closed, self._mixtures)
 
     def to_open(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
@@ -94,7 +106,7 @@ class UnitChoice:
         missed = {unit for unit in missed if _can_open(units[unit])}
         if self._num_stages > 1:
             # Calls of an opened unit, and reads of tensors that they stored, may be on several stages.
-            missed |= {unit for unit in recording.left if not has_backward_hooks(units[unit])}
+            missed |= recording.left
         return missed - self.opened
 
 
@@ -140,9 +152,6 @@ def choose_units(
         opened: FQNs of modules to descend into whatever their size; one without modules inside is no unit then.
         closed: FQNs of modules without parameters that are units nevertheless.
         mixtures: FQNs of modules that are not opened for their size.
-
-    Raises:
-        StepError: Modules with full backward hooks, which are never opened, leave too few.
     """
     total = num_elements(root)
     units: dict[str, nn.Module] = {}
@@ -154,7 +163,7 @@ def choose_units(
         visited.add(id(module))
         size = num_elements(module)
         if size == 0:
-            if fqn and (fqn in closed or has_backward_hooks(module)):
+            if fqn and fqn in closed:
                 units[fqn] = module
             return
         is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened
@@ -163,20 +172,16 @@ def choose_units(
         if not fqn or (_can_open(module) and is_open) or isinstance(module, _CONTAINERS):
             for name, child in module.named_children():
                 descend(f"{fqn}.{name}" if fqn else name, child)
-        elif fqn and (fqn not in opened or has_backward_hooks(module)):  # else its forward is glue
+        elif fqn and fqn not in opened:  # else its forward is glue
             units[fqn] = module
 
     descend("", root)
-    hooked = [fqn for fqn, unit in units.items() if has_backward_hooks(unit) and _has_children_with_parameters(unit)]
-    count = sum(num_elements(unit) > 0 for unit in units.values())
-    if hooked and count < num_stages:
-        raise StepError(
-            f"{hooked[0]} has a full backward hook, so that it must be on one stage; {num_stages} stages need as many"
-            f" modules with parameters, and there are {count}; register the hook on modules inside it, or set a"
-            " smaller pipeline_parallel_size",
-            entry="hook-stages",
-        )
     return units
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether the module itself has full backward hooks or backward pre-hooks."""
+    return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
 
 
 def _has_inner_forward_hooks(module: nn.Module) -> bool:
@@ -185,11 +190,7 @@ def _has_inner_forward_hooks(module: nn.Module) -> bool:
 
 
 def _can_open(module: nn.Module) -> bool:
-    """Whether ``module`` has modules inside that could be units, and may be on several stages."""
-    return not has_backward_hooks(module) and _has_children_with_parameters(module)
-
-
-def _has_children_with_parameters(module: nn.Module) -> bool:
+    """Whether ``module`` has modules inside that could be units."""
     return any(num_elements(child) for child in module.children())
 
 
@@ -303,7 +304,7 @@ class CapturedInputs:
                 f"{user_line()}: {name} reads a captured output of a unit (stored in an attribute or in an object among"
                 " its arguments); return it from its forward, or name a cut inside that module in pipeline_cuts"
             )
-            if unit is not None and not has_backward_hooks(self._units[unit]):
+            if unit is not None:
                 raise UncapturedOutput(unit, message, entry="captured-output")
             raise StepError(message, entry="captured-output")
         return not reads_model

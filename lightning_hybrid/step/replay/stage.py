@@ -40,11 +40,12 @@ from lightning_hybrid.step.standins.tensors import (
 )
 from lightning_hybrid.step.tracing.checkpointing import recomputed
 from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, user_functions
-from lightning_hybrid.step.tracing.hooks import HOOK_SETUP_EVENT
 from lightning_hybrid.step.tracing.instrument import intercepted_step
 from lightning_hybrid.step.tracing.metrics import find_sinks
 from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Recording, Template
+
+_HOOK_SETUP_EVENT = "apply:BackwardHookFunction"  # of hooks on all modules, or set in a run
 
 
 @dataclasses.dataclass
@@ -348,11 +349,10 @@ class ReplayWatch(StepMode):
                 made = self._received[only.value] if is_received else self._placeholder(only.value)
                 self.mark(made, only.value)
                 return made
-        if node.name == HOOK_SETUP_EVENT:
+        if node.name == _HOOK_SETUP_EVENT:
             raise StepError(
-                f"{user_line()}: torch sets up a full backward hook of a module whose inside is cut into stages, so no"
-                " rank has all of it; register the hook on modules inside it (not on all modules), before the first"
-                f" batch, or {WITHOUT_STAGES}",
+                f"{user_line()}: torch sets up a full backward hook around a module that another stage runs; register a"
+                f" hook on a tensor in its forward (h.register_hook(...)), or {WITHOUT_STAGES}",
                 entry="hook-inside",
             )
         return rebuild_result(template, leaves, self._received_or_placeholder, self.mark, self._rewrite)

@@ -25,7 +25,6 @@ from lightning_hybrid.step.tracing.functions import (
     intercepted_functions,
     user_functions,
 )
-from lightning_hybrid.step.tracing.hooks import backward_hooks_inside
 from lightning_hybrid.step.tracing.mode import CurrentRun
 
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
@@ -109,23 +108,22 @@ def intercepted_units(
     current: CurrentRun, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
 ) -> Iterator[None]:
     """Make each call of these units one event of the current run, outside its forward and inside its hooks."""
-    with backward_hooks_inside(units) as hooked:
 
-        def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
-            name, members = "@" + fqn, owned[fqn]
-            unit_forward = hooked.get(fqn, compiled_forward(units[fqn], original))
-            run = with_side_outputs(unit_forward)
+    def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        name, members = "@" + fqn, owned[fqn]
+        unit_forward = compiled_forward(units[fqn], original)
+        run = with_side_outputs(unit_forward)
 
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                watch = current.glue
-                if watch is None or fqn not in watch.units:
-                    return unit_forward(*args, **kwargs)
-                return emit_side_outputs(watch.call(name, members, run, args, kwargs))
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            watch = current.glue
+            if watch is None or fqn not in watch.units:
+                return unit_forward(*args, **kwargs)
+            return emit_side_outputs(watch.call(name, members, run, args, kwargs))
 
-            return forward
+        return forward
 
-        with replaced_forwards(units, wrap, reason="units are nodes of a step"):
-            yield
+    with replaced_forwards(units, wrap, reason="units are nodes of a step"):
+        yield
 
 
 @contextlib.contextmanager
