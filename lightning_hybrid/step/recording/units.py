@@ -59,9 +59,9 @@ class UnitChoice:
         hooked = [fqn for fqn, module in names if has_backward_hooks(module)]
         if hooked:
             raise StepError(
-                f"{hooked[0] or type(self._root).__name__} has a full backward hook, which torch sets up around its forward also"
-                " where another stage runs that; register a hook on a tensor in the forward (h.register_hook(...)), or"
-                f" {WITHOUT_STAGES}",
+                f"{hooked[0] or type(self._root).__name__} has a full backward hook, which torch sets up around its"
+                " forward also where another stage runs that; register a hook on a tensor in the forward"
+                f" (h.register_hook(...)), or {WITHOUT_STAGES}",
                 entry="hook-stages",
             )
         return choose_units(self._root, self._num_stages, self.opened, self.closed, self._mixtures)
