@@ -69,11 +69,7 @@ class Division:
 def divisions(unit: nn.Module, leaves: Iterable[Any], size: int, kept: Collection[int]) -> Iterator[Division]:
     """Yields divisions to try: that of the smallest factor that makes the copy narrow enough first.
 
-    Args:
-        unit: The wide unit.
-        leaves: The leaves of its arguments.
-        size: Number of ranks, tensor ranks times context ranks.
-        kept: Sizes that are not divided (of vocabularies).
+    ``size`` is the number of tensor ranks times context ranks; sizes of ``kept`` (of vocabularies) are not divided.
     """
     shapes = [tuple(parameter.shape) for parameter in unit.parameters()]
     widths = {length for shape in shapes for length in shape} - set(kept)

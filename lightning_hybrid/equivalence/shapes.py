@@ -80,11 +80,7 @@ def difference_but_width(full: ShapeTrace, narrow: ShapeTrace, factor: int) -> s
 def why_not_same_program(full: ShapeTrace, narrow: ShapeTrace, division: Division, size: int) -> str:
     """Why a narrow copy cannot take the place of a wide module, by an unsharded run of each; "" if it can.
 
-    Args:
-        full: The run of the module.
-        narrow: The run of the copy.
-        division: Of the widths of the copy.
-        size: Number of ranks that widths are sharded over.
+    ``size`` is the number of ranks that widths are sharded over.
     """
     if difference := difference_but_width(full, narrow, division.factor):
         return difference

@@ -68,12 +68,7 @@ class KeyedRandomness:
             self._recorded = before
 
     def microbatch(self, step: int, microbatch: int) -> AbstractContextManager[None]:
-        """Key the draws inside by this step and microbatch.
-
-        Args:
-            step: Number of the batch in the run.
-            microbatch: Number of the microbatch over all replicas: replica * num_microbatches + index.
-        """
+        """Key the draws inside by the number of the batch, and of the microbatch over all replicas."""
         return _Microbatch(self, hash((self.seed, step, microbatch)))
 
     @property
@@ -83,13 +78,7 @@ class KeyedRandomness:
 
     @contextlib.contextmanager
     def rows_of_microbatches(self, step: int, microbatches: Collection[int], sizes: Collection[int]) -> Iterator[None]:
-        """Inside of ``microbatch``, let the rows of a full batch draw what they draw in their microbatches.
-
-        Args:
-            step: Number of the batch in the run.
-            microbatches: Numbers of the microbatches over all replicas.
-            sizes: Samples of each of them.
-        """
+        """Inside of ``microbatch``, let rows of a full batch draw what they draw in microbatches of these sizes."""
         before = self._parts
         bases = (hash((self.seed, step, microbatch)) for microbatch in microbatches)
         self._parts = tuple(zip(bases, sizes, strict=True))
@@ -315,16 +304,9 @@ def draw_by_microbatch(
 ) -> Any:
     """Run a drawing function on the rows of each microbatch, one after the other, and concatenate its results.
 
-    Args:
-        name: Name of the function.
-        function: The function.
-        args: Its positional arguments; tensors of the full batch are (samples * k, ...) or (length, samples, ...).
-        kwargs: Its keyword arguments.
-        sizes: Samples of each microbatch.
-        seed: Seeds the generators for microbatch ``i``.
-
-    Returns:
-        The result for all rows. Where no dimension of the samples is found, that of one call, seeded for microbatch 0.
+    Tensors of the full batch are (samples * k, ...) or (length, samples, ...); ``seed`` seeds the generators for
+    microbatch ``i``. Where no dimension of the samples is found, the result is that of one call, seeded for microbatch
+    0.
     """
     leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
     split = _batch_dims(name, args, kwargs, leaves, sum(sizes))

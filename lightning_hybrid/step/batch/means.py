@@ -136,12 +136,8 @@ class Share(NamedTuple):
 def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool], *, numbers_read: bool) -> Averages:
     """Classify what an operation of a step averages over.
 
-    Args:
-        name: Name of the operation.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        is_model: Whether an object is a value of the model, not computed from the batch alone.
-        numbers_read: Whether the step has read numbers from the batch, which may be among the arguments.
+    ``is_model`` tells values of the model from those of the batch; ``numbers_read``, whether the step has read numbers
+    from the batch, which may be among the arguments.
     """
     if name in _BY_CLASS | _BY_ELEMENT:
         bound = _bound(name, args, kwargs)

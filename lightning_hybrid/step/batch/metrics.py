@@ -160,18 +160,11 @@ class FullBatchMetrics:
         is_selected: Callable[[int, Any], bool] = lambda microbatch, leaf: False,
         calls: MetricCalls | None = None,
     ) -> list[list[Any]] | None:
-        """Call one metric for the full batch, once.
+        """Call one metric for the full batch, once; None if the microbatches make different calls, which are all made.
 
-        Args:
-            fqn: Of the metric.
-            weights: Of microbatches.
-            sizes: Their numbers of samples.
-            scalar: Returns a scalar of the full batch from those of the microbatches, where it is no mean of these.
-            is_selected: Returns whether the content of the batch decides how many rows an argument has.
-            calls: Those of all ranks that share the batch; this rank's if None.
-
-        Returns:
-            Leaves of the result of each call; None if the microbatches make different calls, each of which is made.
+        Otherwise returns the leaves of the result of each call. ``scalar`` returns a scalar of the full batch where it
+        is no mean of those of the microbatches, and ``is_selected`` whether the content of the batch decides how many
+        rows an argument has. ``calls`` are those of all ranks that share the batch; this rank's if None.
         """
         step = self._step
         assert step is not None

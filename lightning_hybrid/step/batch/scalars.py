@@ -83,15 +83,8 @@ class ScalarResults:
     ) -> None:
         """Record one operation, and the scalars that it reads and makes.
 
-        Args:
-            node: The operation.
-            run: Recomputes it; None if it must not be recomputed.
-            args: Its positional arguments, with tensors of any shapes.
-            kwargs: Its keyword arguments.
-            results: Leaves of its result: scalars, and values of metrics of any shape.
-            template: Describes which values these are.
-            mark_of: Returns the value index of a tensor; None if it is computed from the batch alone.
-            origin: As ``FullBatchMetrics.origin``.
+        ``run`` recomputes it, unless it is None. ``results`` are the leaves of its result, scalars and values of
+        metrics of any shape, and ``template`` describes which values these are.
         """
         leaves, spec = flatten((args, kwargs))
         if any(isinstance(leaf, ShardedTensorBase) for leaf in (*leaves, *results)):

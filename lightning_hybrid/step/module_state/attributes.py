@@ -33,14 +33,7 @@ def attribute_tensors(unit: nn.Module) -> Iterator[tuple[AttributePath, Tensor]]
 def values_on_unit(
     unit: nn.Module, mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str], owned: Collection[str]
 ) -> list[tuple[AttributePath, Tensor]]:
-    """The values on the modules of a unit, and the tensors substituted for its parameters, with their paths.
-
-    Args:
-        unit: The unit that is about to run.
-        mark_of: Gives the index of a value of any shape; None for other tensors.
-        parameters: FQN by id.
-        owned: FQNs of the unit's parameters.
-    """
+    """The values, of any shapes, on the modules of a unit and in place of its parameters, with their paths."""
     slots = (
         (AttributePath(name, member, ()), tensor)
         for name, module in unit.named_modules()

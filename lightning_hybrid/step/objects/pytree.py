@@ -30,12 +30,7 @@ class Spec(NamedTuple):
 
 
 def flatten(value: Any, leaves: list[Any] | None = None) -> tuple[list[Any], Spec | None]:
-    """Leaves of ``value`` in a fixed order, and the spec that rebuilds it.
-
-    Args:
-        value: Any object; unknown types are leaves.
-        leaves: A list to append to; a new one by default.
-    """
+    """Leaves of ``value`` in a fixed order, appended to ``leaves`` if given, and the spec that rebuilds it."""
     if leaves is None:
         leaves = []
     opened = children_of(value)

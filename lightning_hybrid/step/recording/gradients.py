@@ -23,15 +23,9 @@ def nodes_differentiated(
     mark_of: Callable[[Tensor], int | None],
     parameters: Mapping[int, str],
 ) -> tuple[int, ...]:
-    """The nodes that a call of ``torch.autograd.grad`` differentiates through.
+    """The nodes that a call of ``torch.autograd.grad``, with tensors of any shapes, differentiates through.
 
-    Args:
-        nodes: The nodes so far.
-        made: The output of each of them.
-        args: Positional arguments of the call, with tensors of any shapes.
-        kwargs: Keyword arguments of the call.
-        mark_of: Returns the value index of a tensor; None for a tensor of the batch.
-        parameters: FQN by id.
+    ``made`` has the output of each of the nodes so far.
     """
     outputs = [o for o in flatten(args[0] if args else kwargs["outputs"])[0] if isinstance(o, Tensor)]
     inputs = flatten(args[1] if len(args) > 1 else kwargs["inputs"])[0]

@@ -204,15 +204,10 @@ class BranchCheck:
         record_again: Callable[[float], Recording],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Compare a recording of ``step`` with others in which the numbers read are different.
-
-        Args:
-            recording: The recording.
-            record_again: Records ``step`` again, with a number in place of those read from absent values.
-            context: Context of the step, entered to raise an error.
+        """Compare a recording of ``step`` with others, which ``record_again`` makes with other numbers for those read.
 
         Raises:
-            ControlFlowError: The step runs other operations when the numbers differ.
+            ControlFlowError: The step runs other operations when the numbers differ; in ``context``.
         """
         if not recording.numbers_read:
             return

@@ -74,12 +74,7 @@ def find_kept_values(
 ) -> KeptValues:
     """Find the values that a recorded step appends to lists, and those that it keeps in other ways.
 
-    Args:
-        root: The user's module, after the step.
-        before: State of the modules before the step.
-        old: Leaves that were reachable from the modules before the step.
-        watch: The function mode of the recording.
-        recording: The recording of the step.
+    ``before`` is the state of the modules before the step, and ``old`` the leaves that were reachable from them then.
     """
     old_ids, without = {id(leaf) for leaf in old}, skippable_modules(root, [recording])
     kept = {location: "a tensor of the model" for location, _ in recording.kept if location.attribute != "_buffers"}

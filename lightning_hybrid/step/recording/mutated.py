@@ -100,13 +100,7 @@ class MutatedBatchTensors:
 
 
 def written_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The running statistics of shape (channels,) that a norm writes; the kernel does not bump their versions.
-
-    Args:
-        name: Of the operation.
-        args: Its arguments, as torch.nn.functional or the kernel takes them.
-        kwargs: Its keyword arguments.
-    """
+    """The running statistics of shape (channels,) that a norm writes; the kernel does not bump their versions."""
     if name not in _NORMS:
         return []
     first = 3 if len(args) >= _ARGUMENTS_OF_KERNEL else 1

@@ -160,13 +160,7 @@ class DynamicSizeReads:
             self._read[value] = None
 
     def reads_of(self, leaves: Sequence[Any], marks: Sequence[int | None], others: tuple[int, ...]) -> tuple[int, ...]:
-        """The values that an operation may read besides its arguments.
-
-        Args:
-            leaves: Leaves of its arguments.
-            marks: The value index of each tensor among them; None for a tensor of the batch or a parameter.
-            others: Values that it is already recorded to read.
-        """
+        """The values that an operation may read besides its arguments, beside the ``others`` already known."""
         if not self._read:
             return others
         may_use_number = None in marks or any(type(leaf) in (int, float) for leaf in leaves)

@@ -332,14 +332,6 @@ def run_event_on_stand_ins(
 ) -> Any:
     """Run an operation or a unit that fake kernels cannot run while a step is recorded, by ``run_on_stand_ins``.
 
-    Args:
-        units: The units by FQN.
-        name: Name of the operation; for a unit ``"@"`` and its FQN.
-        run: The operation or the forward of the unit.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        error: The error of the fake kernels.
-
     Raises:
         UncapturedOutput: A unit computes a number of stand-ins, a plain float on which Python lets code branch.
     """

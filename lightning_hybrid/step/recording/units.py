@@ -67,13 +67,7 @@ class UnitChoice:
         return choose_units(self._root, self._num_stages, self.opened, self.closed, self._mixtures)
 
     def to_open(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
-        """The units that are to be opened: those with one of the user's cuts inside, or the expensive ones.
-
-        Args:
-            recording: Recording of the step.
-            cost: Largest allowed cost of a unit, summed over its calls.
-            cuts: FQNs; None without.
-        """
+        """The units to open: those with a cut of the user's inside, or without ``cuts`` those that cost more than this."""
         graph = recording.graph
         if cuts is not None:
             inside = {unit for unit in recording.units if any(cut.startswith(unit + ".") for cut in cuts)}
@@ -239,13 +233,7 @@ class CapturedInputs:
 
     @contextlib.contextmanager
     def watching(self, unit: str | None, arguments: Iterable[Tensor], owned: Iterable[str]) -> Iterator[None]:
-        """Find captured inputs while a unit runs; other operations (``unit`` is None) read their arguments alone.
-
-        Args:
-            unit: FQN of the unit.
-            arguments: The tensors among its arguments, of any shapes.
-            owned: FQNs of its parameters and tracked buffers.
-        """
+        """Find captured inputs while a unit runs; other operations (``unit`` is None) read their arguments alone."""
         self.members = {}
         if unit is None:
             yield
@@ -283,12 +271,7 @@ class CapturedInputs:
                 self._after[key] = tensor, unit
 
     def reads_batch_alone(self, name: str, tensors: Iterable[Tensor], *, reads_model: bool) -> bool:
-        """Whether an operation reads nothing of the model; records the units that stored a tensor it reads.
-
-        Args:
-            name: Name of the operation.
-            tensors: Its arguments, of any shapes.
-            reads_model: Whether some of them are parameters or recorded values of the model.
+        """Whether an operation on tensors of any shapes reads nothing of the model; records units that stored one.
 
         Raises:
             UncapturedOutput: A value of the model comes from the attributes of a unit.

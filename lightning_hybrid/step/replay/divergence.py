@@ -38,13 +38,7 @@ class Divergence:
         self._read: dict[int, tuple[tuple[int, ...], str]] = {}
 
     def size_read(self, value: int, tensor: Tensor, line: Callable[[], str]) -> None:
-        """Record that the step reads the size of a value: it may branch on it if it is not the recorded one.
-
-        Args:
-            value: Index of the value in the graph.
-            tensor: The value in this run, of the shape that is read.
-            line: Returns the line of the read.
-        """
+        """Record that the step reads the shape of a value: it may branch on it if it is not the recorded one."""
         recorded = self._graph.values[value]
         self.has_guessed |= recorded.dynamic and is_absent(tensor)
         if recorded.dynamic and tensor.shape != recorded.shape:

@@ -142,10 +142,10 @@ class StageReplay:
         shares: Mapping[int, Share] | None = None,
         metrics: FullBatchMetrics | None = None,
     ) -> StageRun:
-        """Run ``step``, and execute only the operations of this stage.
+        """Run ``step`` on one microbatch, and execute only the operations of this stage.
 
         Args:
-            step: Runs the user's step on one microbatch.
+            step: Runs the user's step.
             received: Full tensors that other stages sent, by value index; of any shapes.
             parameters: FQN by id of all parameters and tracked buffers of the module.
             current: The run in progress, from ``instrumented``.
@@ -402,15 +402,7 @@ class ReplayWatch(StepMode):
 
 @contextlib.contextmanager
 def instrumented(replays: Collection[StageReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
-    """Instrument the user's modules for replays.
-
-    Args:
-        replays: All replays that will run inside; their recordings may have different units.
-        randomness: The keyed random numbers of the modules.
-
-    Yields:
-        The holder of the current run, an argument of ``StageReplay.run``.
-    """
+    """Instrument the user's modules for all replays that will run inside; their recordings may have different units."""
     units: dict[str, nn.Module] = {}
     owned: dict[str, tuple[str, ...]] = {}
     drawing: dict[str, nn.Module] = {}

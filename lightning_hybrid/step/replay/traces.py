@@ -107,13 +107,8 @@ class TraceTree(Generic[Trace]):
     ) -> Trace:
         """Run ``step`` without the operations of the model, and return the trace that it takes.
 
-        Args:
-            root: The user's module.
-            step: Runs the user's step on one microbatch.
-            parameters: FQN by id of all parameters and tracked buffers of the module.
-            current: The run in progress, from ``instrumented``.
-            randomness: Keys the random numbers of glue.
-            before: State of the modules before, without those inside of units.
+        ``before`` is the state of the modules before, without those inside of units; the rest is as for
+        ``StageReplay.run``.
 
         Raises:
             UnknownTrace: The trace is not recorded.

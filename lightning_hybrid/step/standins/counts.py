@@ -61,11 +61,9 @@ class SavedForBackward:
         self._names: dict[type, list[str]] = {}
 
     def by_operation(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
-        """Find what the operation saves that has just run on ``inputs``; call it for each operation, in order.
+        """Find what the operation that has just run saves, by leaves of its arguments and result, of any shapes.
 
-        Args:
-            inputs: Leaves of its arguments, of which some are tensors of any shape.
-            outputs: Leaves of its result.
+        Call it for each operation, in order.
         """
         sizes = self.sizes_behind([*inputs, *outputs])
         given, made = _positions(inputs, sizes), _positions(outputs, sizes)
@@ -136,12 +134,9 @@ class SavedForBackward:
 
 
 def bytes_saved_behind(loss: Tensor, root: nn.Module, excluded: Sequence[Tensor]) -> int:
-    """Bytes that a step has saved for the backward of its loss, without parameters and buffers.
+    """Bytes that a step has saved for the backward of its loss, without parameters and buffers of ``root``.
 
-    Args:
-        loss: Of any shape, with its graph.
-        root: Its parameters and buffers do not count.
-        excluded: Tensors of any shapes that do not count either, such as those of the batch.
+    Nor do the ``excluded`` tensors count, of any shapes, such as those of the batch.
     """
     sizes = SavedForBackward(root).sizes_behind([loss])
     storages = {storage_id(tensor) for tensor in excluded}
@@ -291,12 +286,6 @@ def flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float,
 
     The forward is counted by torch's formulas, the backward from the operands that require a gradient. So a step can be
     counted from its forward alone, and what is recomputed in its backward does not count.
-
-    Args:
-        func: An overload of an operator, as a dispatch mode gets it.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        out: Its result.
     """
     try:
         return _flops_of_kernel(func, args, kwargs, out)

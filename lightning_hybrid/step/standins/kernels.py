@@ -120,15 +120,8 @@ class GroupedProductShapes(TorchDispatchMode):
 def absent_grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The result of a grouped matrix product without data: on the meta device, or absent if an argument is.
 
-    Matrices are [M, K] and [K, N], of which some have a first dim of groups. Of two without, K is in groups.
-
-    Args:
-        func: A kernel.
-        args: Its arguments, on the meta device or absent.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        None for another kernel, and for arguments that the kernel of the CPU refuses.
+    Matrices are [M, K] and [K, N], of which some have a first dim of groups. Of two without, K is in groups. None for
+    another kernel, and for arguments that the kernel of the CPU refuses.
     """
     if func is not _KERNEL or len(args) < 2 or kwargs.get("out_dtype") or any(each is not None for each in args[3:]):
         return None
@@ -199,14 +192,10 @@ def quiet_fake_kernels() -> Iterator[None]:
 def run_on_stand_ins(
     run: Callable[..., Any], args: Any, kwargs: Any, error: Exception, unit: nn.Module | None = None
 ) -> Any:
-    """The result of ``run`` on real values of the same shapes, made absent again.
+    """The result of ``run`` on small random values (integers: zeros) of the same shapes, made absent again.
 
-    Args:
-        run: The operation, or the forward of a unit.
-        args: Its positional arguments; absent ones are replaced by small random values (integers by zeros).
-        kwargs: Its keyword arguments, likewise.
-        error: The error of the fake kernels; raised again if the real ones fail too.
-        unit: The unit whose forward it is; if None, the object that ``run`` is a method of.
+    ``unit`` is the unit whose forward ``run`` is; if None, the object that it is a method of. The ``error`` of the fake
+    kernels is raised again if the real ones fail too.
     """
     owner = getattr(run, "__self__", None) if unit is None else unit
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
@@ -224,14 +213,9 @@ def run_on_stand_ins(
 def run_on_real_values(
     run: Callable[..., Any], args: Any, kwargs: Any, modules: list[nn.Module], *, positive: bool = False
 ) -> Any:
-    """The result of ``run`` on real values of the same shapes, made absent again.
+    """The result of ``run`` on small random values (integers: zeros) of the same shapes, made absent again.
 
-    Args:
-        run: The operation, or the forward of a module.
-        args: Its positional arguments; absent ones are replaced by small random values (integers by zeros).
-        kwargs: Its keyword arguments, likewise.
-        modules: The modules whose parameters and buffers are replaced likewise.
-        positive: Whether the random values are positive.
+    Parameters and buffers of ``modules`` are replaced likewise; with ``positive`` all floating values are.
     """
     memo: dict[int, Tensor] = {}
     saved = []

@@ -56,13 +56,7 @@ class AbsentFloat(float):
         values: frozenset[int] = frozenset(),
         operation: tuple[str, tuple[Any, ...]] | None = None,
     ) -> AbsentFloat:
-        """An absent number.
-
-        Args:
-            line: The user's line that read it, for messages.
-            values: The values of the step graph that it was computed from.
-            operation: The method of ``float`` that computes it, and its operands; None if it was read from a tensor.
-        """
+        """A number read from values at a line; or what an operation, a method of float, computes of operands."""
         number = super().__new__(cls, _nan_with_payload(values))
         number.line, number.values, number.operation = line, values, operation
         return number
@@ -220,12 +214,7 @@ def stand_in_for_content(
 ) -> Any:
     """The stand-in for the result of ``tolist()`` or ``numpy()`` on an absent tensor, of the same shape.
 
-    Args:
-        name: "tolist" or "numpy".
-        line: The user's line that reads it.
-        tensor: The absent tensor, of any shape.
-        values: Its value in the step graph.
-        absent_number: The number for every element instead, during the search for branches.
+    Each element is ``absent_number`` instead during the search for branches.
     """
     shape = tuple(tensor.shape)
     if name == "numpy":
@@ -260,10 +249,7 @@ _FLOATS = {True: 0.5, False: 1e4}
 def answer_guessed_read(name: str, absent: Tensor, guess: bool) -> Any:
     """The guessed result of a read of an absent tensor: a number or a truth value, or an array of its shape.
 
-    Args:
-        name: Name of the method, such as "item" or "__bool__".
-        absent: The tensor, of any shape.
-        guess: Selects one of two answers.
+    ``guess`` selects one of two answers.
     """
     number = _guessed_number(absent.dtype, guess)
     if name in ("item", "__complex__"):

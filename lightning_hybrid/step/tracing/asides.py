@@ -29,11 +29,7 @@ class ResultWithSideOutputs(NamedTuple):
 
 
 def give_aside(value: Any) -> None:
-    """Emit a side output to the running step; no effect where no ``taking_asides`` is active.
-
-    Args:
-        value: A tensor, or a tree of tensors and plain values.
-    """
+    """Emit a tensor, or a tree of these, to the running step; no effect where no ``taking_asides`` is active."""
     collected = _collector.get()
     if collected is not None and torch._C._current_autograd_node() is None:
         collected.append(value)
@@ -41,13 +37,9 @@ def give_aside(value: Any) -> None:
 
 @contextlib.contextmanager
 def taking_asides(kind: type = object) -> Iterator[list[Any]]:
-    """Collect the side outputs emitted inside; those of other classes are emitted again in the outer context.
+    """Collect the side outputs of a class emitted inside, in a list that is filled when the context ends.
 
-    Args:
-        kind: The class of the values to collect.
-
-    Yields:
-        The values, in the order of emission; the list is filled when the context ends.
+    Those of other classes are emitted again in the outer context.
     """
     emitted: list[Any] = []
     collected: list[Any] = []

@@ -30,10 +30,7 @@ def patched_checkpointing(
 ) -> Iterator[None]:
     """Patch ``torch.utils.checkpoint.checkpoint``, however it was imported, for units and keyed randomness.
 
-    Args:
-        current: The current run of a step.
-        randomness: The keyed random numbers.
-        again: Wraps a function that the backward runs again.
+    ``again`` wraps a function that the backward runs again.
     """
     checkpoint_module: Any = torch.utils.checkpoint
     name = next(name for name in _GENERATORS if hasattr(checkpoint_module, name))

@@ -94,12 +94,7 @@ def _compiled_functions(owner: Any) -> list[Any]:
 
 
 def compiled_modules(root: nn.Module, units: Iterable[nn.Module] = ()) -> set[int]:
-    """The ids of modules that run inside a module that the user compiled.
-
-    Args:
-        root: The root of the search.
-        units: The units, if steps are recorded: modules compiled around them do not run compiled.
-    """
+    """The ids of modules that run inside a module that the user compiled; around ``units`` modules run uncompiled."""
     around = {id(module) for module in compiled_wrappers(root, units).values()}
     tops = [module for module in root.modules() if _is_compiled(module) and id(module) not in around]
     return {id(module) for top in tops for module in top.modules()}

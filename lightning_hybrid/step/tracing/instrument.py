@@ -38,16 +38,9 @@ def intercepted_step(
     owned: Mapping[str, tuple[str, ...]],
     sinks: Mapping[str, nn.Module],
 ) -> Iterator[None]:
-    """Make units, metrics, autograd functions and checkpoints report to the current run.
+    """Make units, metrics (``sinks``), autograd functions and checkpoints report to the current run.
 
     Recordings and replays both run inside, so that they call the same code paths of torch.
-
-    Args:
-        current: The current run of a step.
-        randomness: The keyed random numbers.
-        units: The units, by FQN.
-        owned: FQNs of the parameters that each unit owns, by FQN of the unit.
-        sinks: The metrics, by FQN.
     """
     with (
         intercepted_units(current, units, owned),
@@ -70,12 +63,7 @@ def draw_as_stages(
 ) -> Iterator[None]:
     """Let an unpartitioned module draw, in forward and backward, the numbers that its stages draw for a microbatch.
 
-    Args:
-        root: The user's module.
-        randomness: The keyed random numbers.
-        step: Number of the batch in the run.
-        microbatch: Number of the microbatch over all replicas.
-        again: Wraps a function that the backward runs again.
+    ``microbatch`` is its number over all replicas; ``again`` wraps a function that the backward runs again.
     """
     with (
         randomness.microbatch(step, microbatch),

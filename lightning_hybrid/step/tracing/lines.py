@@ -53,11 +53,7 @@ def is_user_frame(frame: tuple[CodeType, int]) -> bool:
 
 
 def user_call_sites(calls: Iterable[TorchCall]) -> dict[int, str]:
-    """Maps a hash of each stack of user lines that calls torch, equal on every rank, to its ``file:line``.
-
-    Args:
-        calls: The calls that a ``TorchCallSites`` recorded.
-    """
+    """Maps a hash of each stack of user lines that calls torch, equal on every rank, to its ``file:line``."""
     found = {}
     for function, frames in calls:
         if any(code.co_filename.startswith(TENSOR) for code, _ in frames):

@@ -354,15 +354,7 @@ def user_line() -> str:
 def in_canonical_order(
     name: str, func: Callable[..., Any], args: Any, mark_of: Callable[[Tensor], int | None], parameters: Container[int]
 ) -> tuple[str, Callable[..., Any], Any]:
-    """The equivalent comparison with sorted operands: values of the step by index, then parameters, then batch tensors.
-
-    Args:
-        name: The operation's name.
-        func: The operation.
-        args: Its arguments, tensors of any shapes.
-        mark_of: Gives the index of the value that a tensor is.
-        parameters: The ``id`` of each parameter and tracked buffer.
-    """
+    """The equivalent comparison of tensors of any shapes, in the order: values by index, parameters, of the batch."""
 
     def _rank(tensor: Tensor) -> tuple[int, int]:
         mark = mark_of(tensor)
@@ -399,11 +391,7 @@ def run_fill_op(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def packed_sizes(args: Sequence[Any]) -> Tensor:
-    """The batch sizes of packed sequences, of shape (longest sequence,), which depend on the lengths alone.
-
-    Args:
-        args: Of ``torch._pack_padded_sequence``: padded sequences, their lengths, ``batch_first``.
-    """
+    """The batch sizes of packed sequences, of shape (longest sequence,), which depend on the lengths alone."""
     padded, lengths, batch_first = args
     batch, time = padded.shape[:2] if batch_first else padded.shape[1::-1]
     with torch._C.DisableTorchFunction():

@@ -62,14 +62,7 @@ _COMPARED_BY_VALUE = (bool, str, type(None), torch.dtype, torch.device)
 def signature_of(
     name: str, leaves: Sequence[Any], mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str]
 ) -> tuple[Hashable, Hashable]:
-    """The signature of an operation (name and described arguments), and its sizes (integers, shapes of batch tensors).
-
-    Args:
-        name: The operation's name.
-        leaves: The leaves of its arguments, tensors of any shapes among them.
-        mark_of: Gives the index of the value that a tensor of any shape is.
-        parameters: FQN by id.
-    """
+    """The signature of an operation (name, described arguments), and its sizes (integers, shapes of batch tensors)."""
     signature: list[Hashable] = [name]
     sizes: list[Hashable] = []
     is_unit = name.startswith("@")
