@@ -67,7 +67,7 @@ class UnitChoice:
         return choose_units(self._root, self._num_stages, self.opened, self.closed, self._mixtures)
 
     def to_open(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
-        """The units to open: those with a cut of the user's inside; without ``cuts``, those that cost more than ``cost``."""
+        """The units to open: those with one of the user's ``cuts`` inside; without these, all that cost more."""
         graph = recording.graph
         if cuts is not None:
             inside = {unit for unit in recording.units if any(cut.startswith(unit + ".") for cut in cuts)}
