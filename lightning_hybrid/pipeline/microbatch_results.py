@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import Rows
-from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.batch.merge import Microbatches, join
 from lightning_hybrid.step.batch.metrics import FullBatchMetrics, MetricCalls
 
 RUNS_OTHER_LINES, CHANGES_MODULES = 1, 2  # values of ``MicrobatchResults.news``
@@ -62,7 +62,7 @@ class MicrobatchResults:
 
     def call_metrics(self, metrics: FullBatchMetrics) -> None:
         """Call the metrics with the full batch, and let entries have the values that they return."""
-        metrics.finish_all(self.loss_weights, self.sizes, calls=self.metric_calls)
+        metrics.finish_all(Microbatches(self.loss_weights, self.sizes), self.metric_calls)
         value_of = metrics.values()
         for entry in self.entries if self.metric_calls else ():
             if (value := value_of(entry.metric, entry.origin)) is not None:

@@ -108,7 +108,7 @@ class StepResultExchange:
         scalars = [runs[index].scalars for index in range(len(runs))]
         graphs = [variant.assignment.graph for variant in self._variants]
         batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs)
-        self._metrics.finish_all(*batch.how)
+        self._metrics.finish_all(batch)
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers = [
             number

@@ -5,10 +5,9 @@ The number of samples of each microbatch determines which entries are one per sa
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, UserDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.objects.pytree import children_of, flatten
+from lightning_hybrid.step.objects.pytree import children_of, flatten, mapping_like
 from lightning_hybrid.step.standins.numbers import source_values
 from lightning_hybrid.step.standins.tensors import is_absent
 
@@ -42,29 +41,41 @@ def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int 
     return _Merger(tuple(weights), tuple(counts), step).of(list(outputs))
 
 
+@dataclass
+class Microbatches:
+    """How the microbatches of one batch join to it.
+
+    Attributes:
+        weights: Of the microbatches in means.
+        sizes: Number of samples of each microbatch, if known.
+    """
+
+    weights: Sequence[float]
+    sizes: Sequence[int | None]
+
+    def scalar_of(self, column: list[Any]) -> Tensor | None:
+        """The scalar of the full batch from those of the microbatches, where it is known to be no mean of these."""
+        return None
+
+    def is_selected(self, microbatch: int, leaf: Any) -> bool:
+        """Whether the content of the batch decides how many rows a value of a microbatch, of any shape, has."""
+        return False
+
+
 def join_arguments(
-    arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-    weights: Sequence[float],
-    counts: Sequence[int | None],
-    scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
-    *,
-    selects: bool = False,
+    calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]], microbatches: Microbatches, *, selects: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Join the arguments of calls of a metric, one for each microbatch, to those of one call for the full batch.
+    """Join the arguments of calls of a metric, by microbatch, to those of one call for the full batch.
 
     Rows are joined also where there are several per sample (tokens), and where a mask selects them: labels have no
     mean, and predictions and targets have as many rows as each other. Integers, and floats without a fraction, that
     are multiples of the number of samples are sums over samples, and so are other integers that differ.
-
-    Args:
-        arguments: The positional arguments of each microbatch, and those by name.
-        weights: Of the microbatches in means.
-        counts: Number of samples of each microbatch, if known.
-        scalar: Returns a scalar of the full batch from those of the microbatches, where it is no mean of these.
-        selects: Whether the content of the batch is known to decide how many rows there are.
+    ``selects`` tells that the content of the batch is known to decide how many rows there are.
     """
+    arguments = list(calls.values())
     if len(arguments) == 1:
         return arguments[0]
+    counts, weights = [microbatches.sizes[i] for i in calls], [microbatches.weights[i] for i in calls]
     total = sum(weights) or 1.0
     columns = _made_columns(arguments)
     counted = Counter(_rows(column) for column in columns if not _is_along_another_dim(column, counts))
@@ -72,7 +83,7 @@ def join_arguments(
         _rows(column) for column in columns if selects or counted[_rows(column)] > 1 or not any(map(_has_mean, column))
     )
     shares = tuple(weight / total for weight in weights)
-    merger = _ArgumentMerger(shares, tuple(counts), "", scalar=scalar, rows=rows)
+    merger = _ArgumentMerger(shares, tuple(counts), "", microbatches=microbatches, rows=rows)
     # Each by itself: as many arguments as there are samples in a microbatch are no entries of samples.
     args = [merger.of(list(column)) for column in zip(*(args for args, _ in arguments), strict=False)]
     return tuple(args), merger.of([kwargs for _, kwargs in arguments])
@@ -166,16 +177,7 @@ class _Merger:
                 counts=tuple(self.counts[index] for index in present),
             )
             entries[key] = within.of([outputs[index][key] for index in present])
-        last = outputs[-1]
-        if type(last) is dict or not isinstance(last, MutableMapping):
-            return entries
-        # A shallow copy keeps the class and the other attributes of the object (a ModelOutput).
-        result = copy.copy(outputs[0])
-        if isinstance(result, UserDict):
-            result.data = dict(result.data)  # copies share their dict
-        for key, entry in entries.items():
-            result[key] = entry
-        return result
+        return entries if type(outputs[-1]) is dict else mapping_like(outputs[0], entries)
 
     # --- tensors and arrays ------------------------------------------------------------------------------------------
 
@@ -230,11 +232,11 @@ class _ArgumentMerger(_Merger):
     """Merges the arguments of a metric.
 
     Attributes:
-        scalar: As for ``join_arguments``.
+        microbatches: All of them.
         rows: Numbers of rows, in each microbatch, of arguments that can only be rows: labels have no mean.
     """
 
-    scalar: Callable[[list[Any]], Tensor | None] = lambda column: None
+    microbatches: Microbatches = field(default_factory=lambda: Microbatches((), ()))
     rows: frozenset[tuple[int, ...]] = frozenset()
 
     def _plain(self, outputs: list[Any]) -> Any:
@@ -249,7 +251,7 @@ class _ArgumentMerger(_Merger):
     def _tensors(self, outputs: list[Tensor]) -> Tensor:
         first = outputs[0]
         if all(output.dim() == 0 for output in outputs):
-            found = self.scalar(outputs)
+            found = self.microbatches.scalar_of(outputs)
             return super()._tensors(outputs) if found is None else found
         if all(output.data_ptr() == first.data_ptr() and output.shape == first.shape for output in outputs):
             return first  # a tensor of the module

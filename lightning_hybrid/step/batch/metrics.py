@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.batch.merge import differ_in_rows, join_arguments
+from lightning_hybrid.step.batch.merge import Microbatches, differ_in_rows, join_arguments
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.tensors import MARK
 from lightning_hybrid.step.tracing.metrics import isolated_copy, plain_attributes
@@ -151,20 +151,11 @@ class FullBatchMetrics:
         return found[1] if found is not None and found[0] is value else None
 
     @torch.no_grad()
-    def finish(
-        self,
-        fqn: str,
-        weights: Sequence[float],
-        sizes: Sequence[int | None],
-        scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
-        is_selected: Callable[[int, Any], bool] = lambda microbatch, leaf: False,
-        calls: MetricCalls | None = None,
-    ) -> list[list[Any]] | None:
+    def finish(self, fqn: str, microbatches: Microbatches, calls: MetricCalls | None = None) -> list[list[Any]] | None:
         """Call one metric for the full batch, once; None if the microbatches make different calls, which are all made.
 
-        Otherwise returns the leaves of the result of each call. ``scalar`` returns a scalar of the full batch where it
-        is no mean of those of the microbatches, and ``is_selected`` whether the content of the batch decides how many
-        rows an argument has. ``calls`` are those of all ranks that share the batch; this rank's if None.
+        Otherwise returns the leaves of the result of each call. ``calls`` are those of all ranks that share the batch;
+        this rank's if None.
         """
         step = self._step
         assert step is not None
@@ -181,33 +172,24 @@ class FullBatchMetrics:
             return None
         results = []
         for number, method in enumerate(longest):
-            present = {i: row[number] for i, row in rows.items() if number < len(row)}
-            counts, arguments = [sizes[i] for i in present], [call[1:] for call in present.values()]
-            selected = (is_selected(i, leaf) for i, call in present.items() for leaf in flatten(call[1:])[0])
-            if len(present) < len(weights) or differ_in_rows(arguments, counts) or any(selected):
+            present = {i: row[number][1:] for i, row in rows.items() if number < len(row)}
+            leaves = ((i, leaf) for i, call in present.items() for leaf in flatten(call)[0])
+            differ = differ_in_rows(list(present.values()), [microbatches.sizes[i] for i in present])
+            is_part = differ or len(present) < len(microbatches.weights)
+            if is_part or any(microbatches.is_selected(i, leaf) for i, leaf in leaves):
                 self._selecting.add((fqn, number))
-            selects = (fqn, number) in self._selecting
-            how = [weights[i] for i in present], counts, scalar
-            args, kwargs = join_arguments(arguments, *how, selects=selects)
+            args, kwargs = join_arguments(present, microbatches, selects=(fqn, number) in self._selecting)
             device = next((m.device for m in self._sinks[fqn].modules() if isinstance(m, Metric)), None)
             args, kwargs = map_leaves(partial(_on, device), (args, kwargs)) if calls is not None else (args, kwargs)
             results.append(flatten(self._methods[fqn, method](*args, **kwargs))[0])
         step.results[fqn] = results
         return results
 
-    def finish_all(
-        self,
-        weights: Sequence[float],
-        sizes: Sequence[int | None],
-        scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
-        is_selected: Callable[[int, Any], bool] = lambda microbatch, leaf: False,
-        *,
-        calls: MetricCalls | None = None,
-    ) -> None:
-        """Call all metrics of this step for the full batch; arguments as for ``finish``, tensors of any shape."""
+    def finish_all(self, microbatches: Microbatches, calls: MetricCalls | None = None) -> None:
+        """Call all metrics of this step for the full batch, as ``finish`` does."""
         for fqn in self._sinks:
             if any(fqn in found for found in (self.calls if calls is None else calls).values()):
-                self.finish(fqn, weights, sizes, scalar, is_selected, calls)
+                self.finish(fqn, microbatches, calls)
 
     def result(self, origin: tuple[str, int, int]) -> Any:
         """The leaf of a result for the full batch, of a call that ``origin`` has named; None if it is not known."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.step.batch.means import SCALED, is_linear, reduction_of
+from lightning_hybrid.step.batch.merge import Microbatches
 from lightning_hybrid.step.batch.metrics import FullBatchMetrics
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.tensors import MARK, ShardedTensorBase, is_absent
@@ -112,7 +113,7 @@ class ScalarResults:
         return ScalarResults({**earlier.values, **self.values}, {**earlier.calls, **self.calls})
 
 
-class BatchScalars:
+class BatchScalars(Microbatches):
     """Scalars of a step for the full batch, as far as this rank has those of the microbatches."""
 
     def __init__(
@@ -124,9 +125,9 @@ class BatchScalars:
         graphs: Sequence[StepGraph],
     ) -> None:
         """Take what one stage computed; ``graphs`` are those of the microbatches."""
-        self._microbatches, self._metrics, self._sizes, self._graphs = microbatches, metrics, sizes, graphs
         total = sum(weights)
-        self._weights = [weight / total if total else 1 / len(weights) for weight in weights]
+        super().__init__([weight / total if total else 1 / len(weights) for weight in weights], sizes)
+        self._microbatches, self._metrics, self._graphs = microbatches, metrics, graphs
         self._cache: dict[int, tuple[Tensor | None, str]] = {}
 
     def value(self, index: int) -> Tensor | None:
@@ -148,7 +149,7 @@ class BatchScalars:
         return self._cache[index]
 
     def _compute(self, index: int) -> tuple[Tensor | None, str]:
-        if how := reduction_of(index, self._graphs[0], self._sizes[0] or 0):
+        if how := reduction_of(index, self._graphs[0], self.sizes[0] or 0):
             reductions: dict[str, Callable[..., Tensor]] = {"sum": sum, "max": max, "min": min}
             return (reductions[how](present) if (present := self._present(index)) else None), how
         recomputed = self._computed(index)
@@ -183,7 +184,7 @@ class BatchScalars:
         present = self._present(index)
         if not present or not present[0].is_floating_point():
             return None
-        total = sum(float(value) * weight for value, weight in zip(present, self._weights, strict=True))
+        total = sum(float(value) * weight for value, weight in zip(present, self.weights, strict=True))
         return present[0].new_tensor(total)
 
     def _present(self, index: int) -> list[Tensor]:
@@ -195,21 +196,16 @@ class BatchScalars:
     def _metric_value(self, call: _Call, index: int) -> Tensor | None:
         if call.origin is None:  # it was called with the full batch
             return self._microbatches[-1].values.get(index)
-        self._metrics.finish(call.origin[0], *self.how)
+        self._metrics.finish(call.origin[0], self)
         value = self._metrics.result(call.origin)
         return value if isinstance(value, Tensor) else None
 
-    @property
-    def how(self) -> tuple[Any, ...]:
-        """Arguments of ``FullBatchMetrics.finish`` after the metric."""
-        return self._weights, self._sizes, self._of_column, self._has_selected_rows
-
-    def _has_selected_rows(self, microbatch: int, leaf: Any) -> bool:
-        """Whether the content of the batch decides how many rows an argument of a metric has."""
+    def is_selected(self, microbatch: int, leaf: Any) -> bool:
+        """Whether the content of the batch decides how many rows an argument of a metric, of any shape, has."""
         mark = getattr(leaf, MARK, None)
         return mark is not None and self._graphs[microbatch].values[mark[1]].dynamic
 
-    def _of_column(self, column: list[Any]) -> Tensor | None:
+    def scalar_of(self, column: list[Any]) -> Tensor | None:
         """The scalar of the batch, from those of the microbatches that a metric was called with."""
         marks = {mark[1] for scalar in column if (mark := getattr(scalar, MARK, None)) is not None}
         return self.value(marks.pop()) if len(marks) == 1 else None

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.batch.merge import Microbatches, join
 from lightning_hybrid.step.batch.metrics import FullBatchMetrics
 from lightning_hybrid.step.batch.split import join_batches, sizes_of
 from lightning_hybrid.step.objects.tensors import detached_leaf
@@ -234,7 +234,7 @@ class PiecesRun(PlainRun):
                 effects.finish([piece.weight for piece in own.values()], [sizes[position] for position in own])
             total = sum(piece.weight for piece in own.values())
             weights = [own[i].weight / total if i in own else 0.0 for i in range(len(pieces))]
-            metrics.finish_all(weights, sizes)
+            metrics.finish_all(Microbatches(weights, sizes))
             value_of = metrics.values()
             metrics.close()
             for each in logged.values():
