@@ -41,14 +41,11 @@ class DeterministicMode(TorchFunctionMode):
             return func(*args, **kwargs) if args[0].is_complex() else args[0].to(self._dtype)
         if name == "_grouped_mm" and args[0].dtype is torch.float64 and kwargs.get("bias") is None:
             return grouped_product(args[0], args[1], kwargs.get("offs"))
-        position = DROPOUT_POSITIONS.get(name)
         if kwargs.get("enable_gqa") and not (args[1] if len(args) > 1 else kwargs["key"]).shape[-3]:
             # torch 2.11 divides by this number before it checks it, and ends the process.
             raise ValueError(f"{name} got no head of keys")
-        if position is not None:
-            args = args[:position] + (0.0,) * (len(args) > position) + args[position + 1 :]
-            kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"}
-        elif name != "__get__":
+        args, kwargs = _without_dropout(name, args, kwargs)
+        if name != "__get__" and name not in DROPOUT_POSITIONS:
             args = tuple(self._dtype if type(a) is torch.dtype and a in _LOWER else a for a in args)
             if kwargs.get("dtype") in _LOWER:
                 kwargs = {**kwargs, "dtype": self._dtype}
@@ -114,8 +111,14 @@ class WithoutDropoutMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if "dropout" in name:
             return args[0] if args else kwargs["input"]
-        position = DROPOUT_POSITIONS.get(name)
-        if position is not None:
-            args = args[:position] + (0.0,) * (len(args) > position) + args[position + 1 :]
-            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        args, kwargs = _without_dropout(name, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _without_dropout(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a function; of attention, without its dropout."""
+    position = DROPOUT_POSITIONS.get(name)
+    if position is None:
+        return args, kwargs
+    args = args[:position] + (0.0,) * (len(args) > position) + args[position + 1 :]
+    return args, {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}

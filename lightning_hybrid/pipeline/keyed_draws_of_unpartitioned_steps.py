@@ -10,12 +10,11 @@ from torch import nn
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.tracing.checkpointing import patched_checkpointing
 from lightning_hybrid.step.tracing.functions import (
     functions_with_repeated_draws,
     user_functions,
 )
-from lightning_hybrid.step.tracing.instrument import draw_as_stages
+from lightning_hybrid.step.tracing.instrument import draw_as_stages, patched_checkpointing
 from lightning_hybrid.step.tracing.mode import CurrentRun
 
 

@@ -87,10 +87,7 @@ class InitialValues:
         if not is_on_meta(parameter):
             if type(parameter) is not nn.Parameter or not self._recorded.is_uninitialized(parameter):
                 return
-            with _disable_current_modes():
-                meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-                # The user's object stays the same, since an optimizer may refer to it.
-                torch._C._swap_tensor_impl(parameter, nn.Parameter(meta, parameter.requires_grad))
+            _move_to_meta(parameter)
         self.adopt(module, parameter)
 
     def adopt(self, module: nn.Module, parameter: Tensor) -> None:
@@ -182,7 +179,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     Initial values are neither computed nor kept: a module that reads values of its parameters while it is built fails.
     """
-    handle = nn.modules.module.register_module_parameter_registration_hook(_move_to_meta)
+    handle = nn.modules.module.register_module_parameter_registration_hook(_on_registration)
     try:
         with _LargeOnMeta():
             yield
@@ -206,11 +203,13 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _move_to_meta(module: nn.Module, name: str, parameter: Any) -> None:
-    if type(parameter) is not nn.Parameter or is_lazy(parameter) or parameter.layout != torch.strided:
-        return
-    if parameter.is_meta:
-        return
+def _on_registration(module: nn.Module, name: str, parameter: Any) -> None:
+    is_plain = type(parameter) is nn.Parameter and not is_lazy(parameter) and parameter.layout == torch.strided
+    if is_plain and not parameter.is_meta:
+        _move_to_meta(parameter)
+
+
+def _move_to_meta(parameter: nn.Parameter) -> None:
     with _disable_current_modes():
         meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         # The user's object stays the same, since other modules or an optimizer may refer to it.

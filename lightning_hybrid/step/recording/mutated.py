@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.objects.tensors import storage_id
 from lightning_hybrid.step.standins.tensors import MARK, make_absent, swap_in_place
-from lightning_hybrid.step.tracing.collectives import COLLECTIVE, collective_outputs
+from lightning_hybrid.step.tracing.functions import COLLECTIVE, collective_outputs
 from lightning_hybrid.step.tracing.mode import user_line
 
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,9 +39,8 @@ from lightning_hybrid.step.standins.tensors import (
     materialize,
     materialize_call,
 )
-from lightning_hybrid.step.tracing.checkpointing import recomputed
 from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, user_functions
-from lightning_hybrid.step.tracing.instrument import intercepted_step
+from lightning_hybrid.step.tracing.instrument import intercepted_step, recomputed
 from lightning_hybrid.step.tracing.metrics import find_sinks
 from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Recording, Template
@@ -67,36 +67,36 @@ class StageRun:
     scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)
 
 
-def rebuild_result(
-    template: Template,
-    leaves: Sequence[Any],
-    made: Callable[[int], Tensor],
-    mark: Callable[[Tensor, int], None],
-    rewrite: Callable[[Tensor, int], None],
-) -> Any:
-    """Build the result of an operation that is skipped, in the containers of the recorded result.
+class SkippingMode(StepMode):
+    """Skips operations: what they return and write is rebuilt from the recording."""
 
-    ``leaves`` are of its arguments; ``made`` returns the tensor of a value index, of the shape that the value has,
-    ``mark`` marks a tensor with it, and ``rewrite`` turns an argument that the operation writes in place into the
-    written value.
-    """
-    result: list[Any] = []
-    tensors: dict[int, Tensor] = {}  # a tensor may occur twice
-    for leaf in template.leaves:
-        if leaf.input is not None:
-            result.append(leaves[leaf.input])
-        elif leaf.value is None:
-            result.append(leaf.constant)
-        else:
-            if leaf.value not in tensors:
-                tensors[leaf.value] = made(leaf.value)
-            result.append(tensors[leaf.value])
-    for leaf, described in zip(result, template.leaves, strict=True):
-        if described.value is not None:
-            mark(leaf, described.value)
-    for position, value in template.written:
-        rewrite(leaves[position], value)
-    return unflatten(result, template.spec)
+    @abstractmethod
+    def made(self, value: int) -> Tensor:
+        """The tensor that stands for a value, of its shape."""
+
+    @abstractmethod
+    def rewrite(self, written: Tensor, value: int) -> None:
+        """Turn the user's tensor, of any shape, that an operation writes in place into the written value."""
+
+    def rebuild(self, template: Template, leaves: Sequence[Any]) -> Any:
+        """The result of an operation whose arguments have these leaves, in the containers of the recorded result."""
+        result: list[Any] = []
+        tensors: dict[int, Tensor] = {}  # a tensor may occur twice
+        for leaf in template.leaves:
+            if leaf.input is not None:
+                result.append(leaves[leaf.input])
+            elif leaf.value is None:
+                result.append(leaf.constant)
+            else:
+                if leaf.value not in tensors:
+                    tensors[leaf.value] = self.made(leaf.value)
+                result.append(tensors[leaf.value])
+        for leaf, described in zip(result, template.leaves, strict=True):
+            if described.value is not None:
+                self.mark(leaf, described.value)
+        for position, value in template.written:
+            self.rewrite(leaves[position], value)
+        return unflatten(result, template.spec)
 
 
 class StageReplay:
@@ -166,14 +166,14 @@ class StageReplay:
             current.watch = None
             self.randomness.watched = before
         watch.check_complete(result)
-        return StageRun(result, watch.made, watch.placeholders, watch.numbers_read, watch.scalars)
+        return StageRun(result, watch.results, watch.placeholders, watch.numbers_read, watch.scalars)
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
         """Create the function mode for one run; ``received`` are full tensors of the microbatch's shapes."""
         return ReplayWatch(self, received, parameters)
 
 
-class ReplayWatch(StepMode):
+class ReplayWatch(SkippingMode):
     """Executes the events of one stage and skips the others."""
 
     def __init__(self, replay: StageReplay, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> None:
@@ -195,7 +195,7 @@ class ReplayWatch(StepMode):
         self.metrics: FullBatchMetrics | None = None
         self.scalars = ScalarResults()
         self._next, self.changes = 0, Divergence(graph)
-        self.made: dict[int, Tensor] = {}
+        self.results: dict[int, Tensor] = {}
         self.placeholders: list[tuple[int, FakeTensor]] = []
 
     def is_absent_here(self, tensor: Tensor) -> bool:
@@ -315,11 +315,11 @@ class ReplayWatch(StepMode):
         # Other stages use the recorded shape.
         if tensor.shape != recorded.shape and not recorded.dynamic and self._is_pipelined:
             raise shape_changed(user_line(), recorded.shape, tensor.shape)
-        if value in self._wanted and value not in self.made:
+        if value in self._wanted and value not in self.results:
             tensor = materialize(tensor)
             if tensor.dtype is not self._wanted[value]:  # other ranks read its bytes as the recorded dtype
                 raise dtype_changed(user_line(), self._wanted[value], tensor.dtype)
-            self.made[value] = tensor.clone() if value in self._cloned else tensor
+            self.results[value] = tensor.clone() if value in self._cloned else tensor
 
     def _resolve(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
@@ -355,13 +355,14 @@ class ReplayWatch(StepMode):
                 f" hook on a tensor in its forward (h.register_hook(...)), or {WITHOUT_STAGES}",
                 entry="hook-inside",
             )
-        return rebuild_result(template, leaves, self._received_or_placeholder, self.mark, self._rewrite)
+        return self.rebuild(template, leaves)
 
-    def _received_or_placeholder(self, value: int) -> Tensor:
+    def made(self, value: int) -> Tensor:
+        """The received tensor of a value, or a stand-in, of its shape."""
         return self._received_value(value) if value in self._received else self._placeholder(value)
 
-    def _rewrite(self, written: Tensor, value: int) -> None:
-        """Turn the user's tensor that a skipped operation writes in place into the written value."""
+    def rewrite(self, written: Tensor, value: int) -> None:
+        """Fill the user's tensor, of any shape, with what was received, or make it absent."""
         if value in self._received:
             fill(written, self._received_value(value).clone())
         elif not isinstance(written, FakeTensor):

@@ -26,9 +26,9 @@ from lightning_hybrid.step.module_state.snapshots import AttributePath, ModuleSn
 from lightning_hybrid.step.objects.names import TEXT_READS
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.reads import find_escaped_values, is_sized_by_data, number_in_buffer
-from lightning_hybrid.step.replay.stage import rebuild_result
+from lightning_hybrid.step.replay.stage import SkippingMode
 from lightning_hybrid.step.standins.tensors import MARK, fill, make_placeholder, swap_in_place
-from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode, user_line
+from lightning_hybrid.step.tracing.mode import CurrentRun, user_line
 from lightning_hybrid.step.tracing.recording import Recording, Template, returned_values
 from lightning_hybrid.step.tracing.refusals import signature_of
 
@@ -163,7 +163,7 @@ def _without_dynamic_shape(value: Value) -> Value:
     return replace(value, shape=(), stride=()) if value.dynamic else value
 
 
-class _DryRun(StepMode):
+class _DryRun(SkippingMode):
     """Skips every event, as one of the traces below the current tree node does."""
 
     def __init__(
@@ -213,7 +213,7 @@ class _DryRun(StepMode):
             raise UnknownTrace(f"{name} ({user_line()}) comes after {self.reached}, where other runs have {recorded}")
         self.position, self.reached = position, name
         self.values.update(position.values)
-        return rebuild_result(position.template, leaves, self._placeholder, self.mark, self._rewrite)
+        return self.rebuild(position.template, leaves)
 
     def _child_of_shape(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, children: Sequence[_TreeNode]
@@ -234,7 +234,7 @@ class _DryRun(StepMode):
                 return child
         return None
 
-    def _placeholder(self, value: int) -> FakeTensor:
+    def made(self, value: int) -> FakeTensor:
         cached = self.position.placeholders
         if value in self.position.visible:
             return make_placeholder(self.values[value], self._device)
@@ -242,7 +242,7 @@ class _DryRun(StepMode):
             cached[value] = make_placeholder(self.values[value], self._device)
         return cached[value]
 
-    def _rewrite(self, written: Tensor, value: int) -> None:
+    def rewrite(self, written: Tensor, value: int) -> None:
         if not isinstance(written, FakeTensor):
             placeholder = make_placeholder(self.values[value], self._device)
             fill(written, placeholder)

@@ -6,9 +6,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.tracing.checkpointing import patched_checkpointing
-from lightning_hybrid.step.tracing.collectives import CompletedWork
-from lightning_hybrid.step.tracing.functions import intercepted_functions
+from lightning_hybrid.step.tracing.functions import CompletedWork, intercepted_functions
+from lightning_hybrid.step.tracing.instrument import patched_checkpointing
 from lightning_hybrid.step.tracing.mode import CurrentRun
 from models.autograd_functions import Reverse
 
