@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_hybrid.parts.gather_on_read import ReadGuards
+from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.tracing.functions import (
     functions_with_repeated_draws,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.division import Division, copy_of_unit, divided_leaf, divisions, named_widths
 from lightning_hybrid.equivalence.shapes import ShapeTrace, difference_but_width, why_not_same_program
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, scaled, shard_tensor
+from lightning_hybrid.params.placement import Placement, Shard, scaled, shard_tensor
 from lightning_hybrid.step.objects.pytree import unflatten
 from lightning_hybrid.step.standins.kernels import quiet_fake_kernels
 from lightning_hybrid.step.standins.tensors import FAKE_MODE

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import CannotShard
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.randomness.generators import draws
 from lightning_hybrid.step.objects.names import PACKAGE, TENSOR, TORCH, names, operator_names
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks

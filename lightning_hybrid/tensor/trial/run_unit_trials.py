@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.deterministic import DeterministicMode
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
+from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.tensors import materialize
