@@ -233,7 +233,7 @@ class CapturedInputs:
 
     @contextlib.contextmanager
     def watching(self, unit: str | None, arguments: Iterable[Tensor], owned: Iterable[str]) -> Iterator[None]:
-        """Find captured inputs while a unit runs; other operations (``unit`` is None) read their arguments alone."""
+        """Find captured inputs, of any shapes, while a unit runs; an operation (``unit`` is None) has none."""
         self.members = {}
         if unit is None:
             yield

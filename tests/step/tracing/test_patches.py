@@ -23,14 +23,14 @@ def randomness():
 
 def test_collectives_are_replaced_inside_only():
     before = members()
-    with intercepted_functions(CurrentRun(), ()):
+    with intercepted_functions(CurrentRun()):
         assert members()[:2] != before[:2]
     assert members() == before
 
 
 def test_torch_is_restored_after_an_error():
     before = members()
-    with pytest.raises(ZeroDivisionError), intercepted_functions(CurrentRun(), ()):
+    with pytest.raises(ZeroDivisionError), intercepted_functions(CurrentRun()):
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError), patched_checkpointing(CurrentRun(), randomness()):
         raise ZeroDivisionError
@@ -39,7 +39,7 @@ def test_torch_is_restored_after_an_error():
 
 def test_autograd_function_is_original_outside_a_run():
     x = torch.ones(3, requires_grad=True)
-    with intercepted_functions(CurrentRun(), ()):
+    with intercepted_functions(CurrentRun()):
         Reverse.apply(x, 2.0).sum().backward()
     expected = torch.ones(3, requires_grad=True)
     Reverse.apply(expected, 2.0).sum().backward()
