@@ -13,7 +13,7 @@ from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.predict.ranks import RankMemory, activation_bytes
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.schedule.program import Program
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.strategies.dry_run.messages import (
     bytes_of_casts,
