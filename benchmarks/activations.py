@@ -30,7 +30,7 @@ from small_gpt import SmallGPT, batch_of, loss_of
 from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
 from lightning_hybrid.memory.saved_activations.places import ActivationFile
 from lightning_hybrid.memory.saved_activations.requests import Compression
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.modules import find_layers
 
 CPU = torch.device("cpu")
 TECHNIQUES: dict[str, dict[str, Any]] = {

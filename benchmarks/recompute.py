@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import Recompute, layer_policies
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.modules import find_layers
 
 
 class Made(TorchDispatchMode):

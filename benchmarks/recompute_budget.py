@@ -31,7 +31,7 @@ from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import Recompute, layer_policies
 from lightning_hybrid.memory.recompute.profile import LiveBytes
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.modules import find_layers
 
 CPU = torch.device("cpu")
 UNIFORM: list[Recompute] = ["keep", 3, 2, 0.8, 0.6, "selective", 0.3, 0.15, "full"]

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_hybrid.pipeline.stages import recording as planning
 from lightning_hybrid.pipeline.stages.plan import StagePlan
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 
 WIDTH, LENGTH = 64, 32
 

@@ -12,7 +12,7 @@ from harness.trainer_runs import assert_same
 from harness.worlds.hidden_packages import OPTIONAL
 from lightning_hybrid import namespace
 from lightning_hybrid.namespace import follow, package_in_use
-from lightning_hybrid.step.tracing import intercept_step_operations as watch
+from lightning_hybrid.step.tracing import mode as watch
 
 # -- the choice -------------------------------------------------------------------------------------------------------
 

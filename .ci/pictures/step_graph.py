@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from lightning_hybrid.graph.partition import Assignment, assign, owner_stages
 from lightning_hybrid.graph.step_graph import Node
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.recording.record_step import record
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.recording.record import record
 
 STAGES, WIDTH, VOCABULARY = 2, 32, 64
 TOPS, HEIGHT = (110, 300), 44  # of the nodes of each stage

@@ -27,8 +27,8 @@ from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
 from lightning_hybrid.patching import around_method
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.asides import give_aside, taking_asides
 
 _WHAT = "ExpertLoadMonitor"
 _LEAST, _MOST = 0.25, 4.0  # ends of the colour scale: shares relative to an even one

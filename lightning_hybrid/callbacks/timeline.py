@@ -33,7 +33,7 @@ from lightning_hybrid.predict.costs.layers import checksum_of_names
 from lightning_hybrid.predict.measured import compared_lines
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
+from lightning_hybrid.step.batch.split import batch_size_of, elements_per_sample
 
 _PICTURES = (".svg", ".png")
 _WHAT = "PipelineTimeline"

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.moe.upcycling import AuxiliaryLoss, UpcycledMLP, upcycle_mlp
 from lightning_hybrid.patching import around_method
-from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.step.tracing.asides import taking_asides
+from lightning_hybrid.step.tracing.recording import find_loss
 
 
 class MoEUpcycle(Callback):

@@ -16,7 +16,7 @@ from lightning_hybrid.checkpoint.flat import OPTIMIZERS, named_state, put_tensor
 from lightning_hybrid.checkpoint.read import ReadRequest, SavedFolder
 from lightning_hybrid.checkpoint.write import Tell, prepare, tell_nothing, write
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
+from lightning_hybrid.step.objects.tensors import subclasses_as_dicts
 
 _LARGE_BYTES = 1 << 20
 

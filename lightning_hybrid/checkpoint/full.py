@@ -22,8 +22,8 @@ from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.objects.tensors import on_host
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 _LISTED = 4
 

@@ -22,8 +22,8 @@ from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, full_shape, is_absent
+from lightning_hybrid.step.objects.tensors import subclasses_as_dicts
+from lightning_hybrid.step.standins.tensors import FULL_SHAPE, full_shape, is_absent
 
 # The ranks with the same boxes as this one, of which one writes: those of all replicas, or only of the first, where
 # others have other values. Copies of what is sharded over replicas are along another axis of the mesh.

@@ -35,10 +35,10 @@ from lightning_hybrid.checkpoint.flat import MODULE, OPTIMIZERS, key_of, put_ten
 from lightning_hybrid.checkpoint.local import LocalState
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.params.boxes import ShardBoxes
-from lightning_hybrid.step.objects.op_names import names
+from lightning_hybrid.step.objects.names import names
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import dicts_as_subclasses
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.objects.tensors import dicts_as_subclasses
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 _OTHER_MODEL = "load it into the model that it was made from"
 

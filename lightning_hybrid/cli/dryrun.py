@@ -102,7 +102,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _described(
     parsed: argparse.Namespace, made: ConfiguredRun, layout: Layout, precision: str, progress: Progress
 ) -> dict[str, Any]:
-    from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+    from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
     from lightning_hybrid.strategies.dry_run.ranks import dry_run
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
@@ -276,7 +276,7 @@ def _message_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _print_tensor_plans(plans: Mapping[str, Sequence[str]]) -> None:
-    from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
+    from lightning_hybrid.step.objects.modules import lines_of_layers
 
     if plans:
         print("\n".join(["layers on tensor and context ranks", *(f"  {line}" for line in lines_of_layers(plans)), ""]))

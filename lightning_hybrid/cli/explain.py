@@ -169,7 +169,7 @@ def _print(content: dict[str, Any]) -> None:
     if content["refused"] is not None:
         print(f"refused: {content['refused']}")
     if content.get("units"):
-        from lightning_hybrid.step.objects.repeated_layers import shortened
+        from lightning_hybrid.step.objects.modules import shortened
 
         rows: list[tuple[str, ...]] = [("unit", "stage", "parameters", "bytes", "cost")]
         for unit in content["units"]:

@@ -177,7 +177,7 @@ def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, 
 def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
     progress.phase("importing the classes")
     made, config = configured(parsed)
-    from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta  # late: torch takes seconds
+    from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta  # late: torch takes seconds
 
     precision = parsed.precision or config.precision or "32-true"
     progress.phase("making the module, without storage for its parameters, and its data")

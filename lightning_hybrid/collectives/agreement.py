@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_hybrid.errors import RanksDisagree, StepError
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor
+from lightning_hybrid.step.objects.tensors import as_plain_tensor
 
 _HEADER = 4
 _BROKEN = -1.0  # sent in place of the digest of the step

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_hybrid.patching import around
-from lightning_hybrid.step.objects.op_names import names
+from lightning_hybrid.step.objects.names import names
 
 COLLECTIVES = names(
     "allreduce allreduce_coalesced allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced"

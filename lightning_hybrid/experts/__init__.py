@@ -4,7 +4,7 @@ from lightning_hybrid.experts.moe.grouped import GroupedExperts
 from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, TopKRouter
 from lightning_hybrid.experts.parallel.adapters import ExpertsAdapter, register_experts
-from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
+from lightning_hybrid.step.tracing.asides import give_aside, taking_asides
 
 __all__ = [
     "ExpertChoiceRouter",

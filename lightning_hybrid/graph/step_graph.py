@@ -29,7 +29,6 @@ class Value:
         requires_grad: Whether a gradient flows back through it.
         dynamic: Whether its shape depends on data and not on the batch's shapes alone; it then travels with a header.
         device: Its device on the rank that recorded it, such as "cpu" after ``.cpu()``; empty for the rank's device.
-        finite_answer: The value of each element if the model's numbers are finite; None if that does not determine it.
     """
 
     index: int
@@ -39,7 +38,6 @@ class Value:
     requires_grad: bool
     dynamic: bool = False
     device: str = ""
-    finite_answer: bool | int | float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +115,6 @@ class StepGraph:
         cloned: Values whose tensor is written in place after they were made; a portal must send a copy.
         draws: FQNs of modules that draw random numbers themselves.
         buffers: FQNs of the tracked buffers among the parameters of nodes.
-        assumed_finite: Values by which the step decides as if all numbers were finite.
     """
 
     step: str
@@ -130,7 +127,6 @@ class StepGraph:
     cloned: frozenset[int] = frozenset()
     draws: tuple[str, ...] = ()
     buffers: frozenset[str] = frozenset()
-    assumed_finite: frozenset[int] = frozenset()
 
     @cached_property
     def makers(self) -> Mapping[int, Node]:

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from lightning_hybrid.logits.sharded import VocabularyTensor, local_gradient, represent
 from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
-from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+from lightning_hybrid.step.tracing.functions import NotIntercepted
+from lightning_hybrid.step.tracing.mode import user_line
 
 RowOp = Callable[[Tensor], Tensor]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]

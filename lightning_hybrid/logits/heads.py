@@ -17,10 +17,9 @@ from lightning_hybrid.logits.chunks import Around, FullRows, Head, ShardedRows
 from lightning_hybrid.logits.lazy import HeadCall, LazyLogits
 from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
-from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.standins.tensors import is_absent, materialize
+from lightning_hybrid.step.tracing.compiled import compiled_modules
 
 
 class ChunkedLoss:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_hybrid.logits.chunks import Autocast, Head, RowOp
 from lightning_hybrid.logits.lazy_rules import rule_of
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
-from lightning_hybrid.step.objects.op_names import METADATA
+from lightning_hybrid.step.objects.names import METADATA
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize
+from lightning_hybrid.step.tracing.functions import NotIntercepted
 
 # Reads that need no content.
 _METADATA = METADATA | {"grad_fn", "is_leaf", "__hash__"}

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_map
 
 from lightning_hybrid.logits.rules import LOSS_RULES, logits_at, rule_of, vocabulary_last
 from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
-from lightning_hybrid.step.objects.op_names import CONTENT_READS, names
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
+from lightning_hybrid.step.objects.names import CONTENT_READS, names
+from lightning_hybrid.step.standins.tensors import materialize
+from lightning_hybrid.step.tracing.functions import NotIntercepted
 
 # Operations that need the memory of the full tensor.
 _OF_CONTENT = CONTENT_READS | names(

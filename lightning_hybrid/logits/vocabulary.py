@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.params.placement import Shard, join, padded
-from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase
 from lightning_hybrid.tensor.collectives import Ranks
 
 

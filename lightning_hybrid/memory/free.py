@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.text import sized
 
 _LIMITS = (  # of the container that this process runs in: its limit, its usage, and what that consists of

@@ -28,7 +28,7 @@ from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile, alig
 from lightning_hybrid.optimizers.subset import only_parameters, without_step_hooks
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, state_element_sizes
 from lightning_hybrid.params import store
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 class LayerwiseStep(OffloadedStates):

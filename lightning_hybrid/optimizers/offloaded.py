@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.optimizers.state_file import Region, StateFile
 from lightning_hybrid.params import store
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 class OffloadedStates(ABC):

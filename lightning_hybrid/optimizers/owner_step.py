@@ -31,7 +31,7 @@ from lightning_hybrid.params import store
 from lightning_hybrid.params.owners import axes_of
 from lightning_hybrid.params.placement import Shard, join, shard_tensor
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 _FLAG = TensorSpec((1,), torch.uint8)
 _Gathered = tuple[Tensor, Tensor, Tensor]  # a parameter's value, its gradient, and whether it has one, of shape (1,)

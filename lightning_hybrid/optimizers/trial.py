@@ -18,8 +18,8 @@ from lightning_hybrid.optim.trust_ratio import SHARD_METHODS, TrustRatioOptimize
 from lightning_hybrid.optimizers.replacement import STEP_HOOKS
 from lightning_hybrid.optimizers.state_file import state_tensors
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import holds_tensors, inner_tensors
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.objects.tensors import holds_tensors, inner_tensors
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 # Attribute by which an optimizer class declares that its step of a parameter reads no other one.
 INDEPENDENT = "steps_parameters_independently"

@@ -21,7 +21,7 @@ from lightning_hybrid.params import store
 from lightning_hybrid.params.guards import unguarded
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import around
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
+from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 
 AFTER_ACCUMULATION = "register_post_accumulate_grad_hook"
 REGISTRATIONS = frozenset({"register_hook", AFTER_ACCUMULATION})

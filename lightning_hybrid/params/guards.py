@@ -19,8 +19,8 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_hybrid.params import store
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
+from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
 
 # Gathers run in this order: the shard of a replica is a shard of what a tensor rank has; reads of experts are errors.
 Level: TypeAlias = Literal["experts", "replicas", "tensor"]

@@ -19,7 +19,7 @@ from torch._utils import _rebuild_parameter, _rebuild_parameter_with_state
 from torch.overrides import _get_current_function_mode_stack
 
 from lightning_hybrid.errors import NotOnThisRank
-from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, FULL_SHAPE, is_absent, user_attributes
+from lightning_hybrid.step.standins.tensors import FAKE_MODE, FULL_SHAPE, is_absent, user_attributes
 
 _DEEPCOPY = "__deepcopy__"
 _ADVICE = (

@@ -23,7 +23,7 @@ from lightning_hybrid.params import store
 from lightning_hybrid.params.owners import ParameterOwners
 from lightning_hybrid.params.pickles import copy_as_is, guard_copies
 from lightning_hybrid.params.placement import Shard, join, padded, shard_tensor
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
+from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent
 
 
 @dataclass(frozen=True)

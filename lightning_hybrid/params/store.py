@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
+from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent
 
 _HOLDS = "_hybrid_holds"  # attribute of a parameter that is gathered or freed
 _SWAPS = "_hybrid_swaps"  # attribute of a parameter that holds something else: how many swaps are open

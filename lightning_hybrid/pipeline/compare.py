@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_hybrid.equivalence.deterministic_mode import WithoutDropoutMode
+from lightning_hybrid.equivalence.deterministic import WithoutDropoutMode
 from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runtime.gradients import without_hooks
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch
-from lightning_hybrid.step.tracing.full_backward_hooks_of_units import has_backward_hooks
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import copied_batch
+from lightning_hybrid.step.recording.units import has_backward_hooks
+from lightning_hybrid.step.tracing.recording import find_loss
 
 # Relative differences of the gradients of a parameter that rounding may cause; other dtypes are too coarse for a test.
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 2e-2}

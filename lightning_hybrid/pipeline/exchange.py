@@ -24,16 +24,16 @@ from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, MeasuredLogs,
 from lightning_hybrid.pipeline.runtime.executor import Outcome, fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.pipeline.stages.traces import ChosenTraces
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import sizes_of
-from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import BatchScalars
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.batch_means.recognise_sums_over_samples import reduction_of
+from lightning_hybrid.step.batch.means import reduction_of
+from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics
+from lightning_hybrid.step.batch.scalars import BatchScalars
+from lightning_hybrid.step.batch.split import sizes_of
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
-from lightning_hybrid.step.standins.absent_arrays_and_lists import has_absent_content, line_of_read
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.recording.kept import refuse_absent_numbers
+from lightning_hybrid.step.replay.stage import StageRun
+from lightning_hybrid.step.standins.numbers import has_absent_content, line_of_read
+from lightning_hybrid.step.standins.tensors import is_absent
 
 _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
 
@@ -116,7 +116,7 @@ class StepResultExchange:
         scalars = [runs[index].scalars for index in range(len(runs))]
         graphs = [variant.assignment.graph for variant in self._variants]
         batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs)
-        self._metrics.finish_all(*batch.how)
+        self._metrics.finish_all(batch)
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers = [
             number

@@ -26,15 +26,14 @@ from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call, ChosenTraces, TraceCache
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, sizes_of, split
-from lightning_hybrid.step.batch_means.recognise_sums_over_samples import matching_values
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, TensorSnapshot
-from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.means import matching_values
+from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, sizes_of, split
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot
+from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
-from lightning_hybrid.step.recording.check_kept_values_mergeable import why_not_mergeable
-from lightning_hybrid.step.recording.values_kept_on_modules import skippable_modules
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.recording.kept import skippable_modules, why_not_mergeable
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 class SideEffectRun:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, reachable_leaves
+from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.module_state.snapshots import AttributePath, reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor, detached_leaf, storage_id
-from lightning_hybrid.step.recording.values_kept_on_modules import ListPath, RecordedCall, find_lists, list_containing
-from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
+from lightning_hybrid.step.objects.tensors import as_plain_tensor, detached_leaf, storage_id
+from lightning_hybrid.step.recording.kept import ListPath, RecordedCall, find_lists, list_containing
+from lightning_hybrid.step.standins.numbers import AbsentFloat
 
 Rows: TypeAlias = dict[ListPath, list[list[Any]]]  # the entries that each microbatch has appended
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.standins.absent_tensors import MARK, is_absent
+from lightning_hybrid.step.standins.tensors import MARK, is_absent
 
 NUMBER = object()  # in place of a logged object, where a number was logged
 

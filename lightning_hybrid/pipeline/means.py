@@ -22,8 +22,20 @@ from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call, TraceCache
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.denominators import Count, uneven_masks, weights_differ
+from lightning_hybrid.step.batch.means import (
+    Share,
+    count,
+    data_dependent_means,
+    is_sum_over_samples,
+    labels_of,
+    leads_to_loss,
+    matching_values,
+    picked_rows,
+    reached_by,
+)
+from lightning_hybrid.step.batch.split import (
     BatchSplitter,
     batch_size_of,
     copied_batch,
@@ -31,16 +43,12 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     split,
     without_last_sample,
 )
-from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import Count, uneven_masks, weights_differ
-from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
-from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share, count, labels_of, picked_rows
-from lightning_hybrid.step.batch_means.recognise_sums_over_samples import is_sum_over_samples, matching_values
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
-from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
+from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageReplay
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.replay.stage import ReplayWatch, StageReplay
+from lightning_hybrid.step.tracing.recording import find_loss
 
 _MAX_CACHED = 512
 _EQUAL = 1e-12
@@ -422,7 +430,7 @@ class _DenominatorWatch(ReplayWatch):
             if storage_id(labels) in self._replay.memory:
                 self._replay.labels[node.index] = labels.numel(), ignored
         if rows is not None:
-            self._rows.update((value, rows) for value in node.outputs if self._values[value].shape)
+            self._rows.update((value, rows) for value in node.outputs if self.values[value].shape)
         return super()._skip(node, leaves)
 
 

@@ -23,11 +23,11 @@ from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.pipeline.compare import GradientMatch, describe_difference
 from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, copied_batch, split, split_unevenly
-from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import Count, Mean, error_bound, find_counts
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.denominators import Count, Mean, error_bound, find_counts
+from lightning_hybrid.step.batch.split import BatchSplitter, copied_batch, split, split_unevenly
+from lightning_hybrid.step.tracing.recording import find_loss
 
 # Relative differences that rounding may cause, by dtype.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}

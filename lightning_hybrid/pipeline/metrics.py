@@ -25,10 +25,10 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import around, replace
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics
+from lightning_hybrid.step.objects.modules import modules_in
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks, plain_attributes
+from lightning_hybrid.step.tracing.metrics import find_sinks, plain_attributes
 
 
 class MetricSync:

@@ -40,8 +40,8 @@ from lightning_hybrid.pipeline.shares import (
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.recording import record_once, record_variant
 from lightning_hybrid.pipeline.unpartitioned import PlainStepRandomness, UnpartitionedSteps
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import (
     BatchSplitter,
     batch_size_of,
     check_count,
@@ -50,11 +50,11 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     split,
     why_unsplit,
 )
-from lightning_hybrid.step.instrument.slow_attention import slow_attention
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
-from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch, compiled_wrappers, has_compiled_methods
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.units import choose_units
+from lightning_hybrid.step.standins.kernels import slow_attention
+from lightning_hybrid.step.standins.numbers import GUESSES
+from lightning_hybrid.step.tracing.compiled import EagerSwitch, compiled_wrappers, has_compiled_methods
 
 _MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up
 

@@ -17,10 +17,10 @@ from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.runtime.program import ActionRecorder
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, choose_count
+from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import no_loss_error
+from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.step.tracing.refusals import no_loss_error
 from lightning_hybrid.techniques.technique import Active
 
 

@@ -26,16 +26,16 @@ from lightning_hybrid.pipeline.runner import MicrobatchRunner, TrainContext, bac
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, split_weight
 from lightning_hybrid.pipeline.runtime.program import ActionRecorder
 from lightning_hybrid.schedule import Action, Kind
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, sizes_of, split
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics, MetricCalls, joined_calls
-from lightning_hybrid.step.instrument.backward_code import BackwardCode
-from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
+from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics, MetricCalls, Microbatches, joined_calls
+from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, sizes_of, split
+from lightning_hybrid.step.module_state.attributes import put
+from lightning_hybrid.step.module_state.snapshots import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
-from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites, user_call_sites
+from lightning_hybrid.step.objects.tensors import on_host
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize
+from lightning_hybrid.step.tracing.functions import BackwardCode
+from lightning_hybrid.step.tracing.lines import TorchCallSites, user_call_sites
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -236,7 +236,7 @@ class MicrobatchResults:
 
     def call_metrics(self, metrics: FullBatchMetrics) -> None:
         """Call the metrics with the full batch, and let entries have the values that they return."""
-        metrics.finish_all(self.loss_weights, self.sizes, calls=self.metric_calls)
+        metrics.finish_all(Microbatches(self.loss_weights, self.sizes), self.metric_calls)
         value_of = metrics.values()
         for entry in self.entries if self.metric_calls else ():
             if (value := value_of(entry.metric, entry.origin)) is not None:

@@ -35,14 +35,14 @@ from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant, broad
 from lightning_hybrid.pipeline.stages.recording import record_once
 from lightning_hybrid.pipeline.stages.traces import Call, ChosenTraces, TraceCache
 from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import (
     BatchSplitter,
     copied_batch,
     sizes_of,
     split,
 )
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
+from lightning_hybrid.step.replay.stage import StageRun
 from lightning_hybrid.techniques.technique import Active
 
 _OBJECTIVES = frozenset({"training_step", "validation_step", "test_step"})

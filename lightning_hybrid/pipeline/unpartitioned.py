@@ -28,19 +28,18 @@ from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_owners
 from lightning_hybrid.pipeline.stages.traces import Call
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import (
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.tensors import detached_copy
+from lightning_hybrid.step.standins.kernels import slow_attention
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.compiled import EagerSwitch
+from lightning_hybrid.step.tracing.functions import (
     functions_with_repeated_draws,
     user_functions,
 )
-from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import patched_checkpointing
-from lightning_hybrid.step.instrument.slow_attention import slow_attention
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
-from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
+from lightning_hybrid.step.tracing.instrument import draw_as_stages, patched_checkpointing
+from lightning_hybrid.step.tracing.mode import CurrentRun
 from lightning_hybrid.techniques.technique import Active
 
 _PLAIN = (bool, int, float, str, type(None))

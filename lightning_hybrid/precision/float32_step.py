@@ -30,7 +30,7 @@ from lightning_hybrid.optimizers.subset import only_parameters
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
 from lightning_hybrid.params import store
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 MASTER_WEIGHT = "master_weight"  # key of the state
 _SUBSET = 2**24  # elements that are stepped at a time, which bounds the memory of copies

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.params.boxes import ShardBox, shard_of
 from lightning_hybrid.params.shards import AxisSharding
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 
 _LOWER_HALF = 0xFFFF
 # Elements that are rounded at a time: on the host they stay in the cache of a core, elsewhere this bounds the memory.

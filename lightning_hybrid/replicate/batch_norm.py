@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
+from lightning_hybrid.step.tracing.functions import NotIntercepted
 
 # Bound at import: while a step runs, the functions of torch.distributed are replaced to intercept user calls.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

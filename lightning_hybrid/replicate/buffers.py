@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 # Attribute of a module: names of buffers that DDP does not broadcast.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.replicate.bucket import GradientBucket
-from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
+from lightning_hybrid.step.objects.tensors import GradientHook
 
 if TYPE_CHECKING:
     from lightning_hybrid.slow_links.average import CompressedAverage

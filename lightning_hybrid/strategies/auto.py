@@ -26,9 +26,9 @@ from lightning_hybrid.predict.options import fixed_fields, strategy_options
 from lightning_hybrid.predict.plans import SearchResult
 from lightning_hybrid.predict.report import PlannedRun, ranked_lines
 from lightning_hybrid.predict.search import cluster_of, predict_plan, search_layouts
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
+from lightning_hybrid.step.module_state.copies import copy_on_meta
 from lightning_hybrid.strategies.costs import (
     RecordedCosts,
     first_line,

@@ -23,10 +23,10 @@ from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.predict.costs.layers import ExpertSet, ModelCosts
 from lightning_hybrid.predict.costs.module import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.predict.layout import NumberFormat, number_format_of
-from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.recording.choose_units import num_elements
-from lightning_hybrid.step.standins.attention_heads import AttentionHeads
+from lightning_hybrid.step.module_state.copies import copy_on_meta
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.units import num_elements
+from lightning_hybrid.step.standins.kernels import AttentionHeads
 from lightning_hybrid.strategies.description.recording import record_in_one_stage
 from lightning_hybrid.strategies.options.auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.fit import batch_norms_in_training

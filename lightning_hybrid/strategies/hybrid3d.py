@@ -26,7 +26,7 @@ from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.pipeline.runtime.program import ActionRecorder
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
+from lightning_hybrid.step.batch.split import BatchSplitter
 from lightning_hybrid.strategies.execution.lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
 from lightning_hybrid.strategies.options.options import MicrobatchWeight, Options

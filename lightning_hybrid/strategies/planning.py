@@ -25,15 +25,15 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.predict.ranks import RankMemory
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.step.batch.split import (
     batch_size_of,
     check_count,
     choose_count,
     elements_per_sample,
     split,
 )
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.step.standins.absent_tensors import drop
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
+from lightning_hybrid.step.standins.tensors import drop
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages, without_techniques
 from lightning_hybrid.strategies.description.recording import record_in_one_stage
 from lightning_hybrid.strategies.description.table import describe_run, describe_techniques

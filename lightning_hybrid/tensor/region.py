@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.params.placement import Shard
-from lightning_hybrid.randomness.random_number_ops import draws
-from lightning_hybrid.step.objects.op_names import names, operator_names
-from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
+from lightning_hybrid.randomness.generators import draws
+from lightning_hybrid.step.objects.names import PACKAGE, TENSOR, TORCH, names, operator_names
 from lightning_hybrid.tensor.plan import Site
 
 AroundDraw = Callable[[], AbstractContextManager[Any]]

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hybrid.errors import BatchError
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.step.batch.split import (
     batch_size_of,
     choose_count,
     join_batches,

@@ -20,12 +20,12 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import join_batches, sizes_of
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
+from lightning_hybrid.step.batch.merge import Microbatches, join
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics
+from lightning_hybrid.step.batch.split import join_batches, sizes_of
+from lightning_hybrid.step.objects.tensors import detached_leaf
+from lightning_hybrid.step.tracing.metrics import find_sinks
+from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.verify.data import DataSplit, Piece, joined
 from lightning_hybrid.verify.plain import PlainRun
 from lightning_hybrid.verify.record import RunRecord
@@ -237,7 +237,8 @@ class PiecesRun(PlainRun):
                     outputs.append(after(piece, self._plain[name](piece.batch, *rest)))
             states.finish()
             total = sum(piece.weight for piece in own.values())
-            metrics.finish_all([own[i].weight / total if i in own else 0.0 for i in range(len(pieces))], sizes)
+            weights = [own[i].weight / total if i in own else 0.0 for i in range(len(pieces))]
+            metrics.finish_all(Microbatches(weights, sizes))
             value_of = metrics.values()
             metrics.close()
             for each in logged.values():

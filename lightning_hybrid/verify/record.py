@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import is_lost_connection
 from lightning_hybrid.optimizers.replacement import replace_step
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.recording import find_loss
 
 # Relative perturbation that changes the last digits of numbers, by precision.
 _PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-true": 2.0**-11, "bf16-true": 2.0**-9}

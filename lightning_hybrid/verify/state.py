@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, inside, is_state
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, inside, is_state
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.verify.record import local_copies
 
 # By the dict that has it and its name: an attribute or a buffer of some module, and that dict.

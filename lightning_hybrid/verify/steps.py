@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.patching import around
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.tracing.instrument import draw_as_stages
 from lightning_hybrid.verify.compare import as_float64
 from lightning_hybrid.verify.data import Piece
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.step.standins.tensors_saved_for_backward import PackedByOuterHooks
+from lightning_hybrid.step.standins.counts import PackedByOuterHooks
 from lightning_hybrid.zero.group import ParameterGroup
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks

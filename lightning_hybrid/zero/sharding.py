@@ -36,8 +36,8 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.params.guards import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.objects.pytree import tensors_inside
+from lightning_hybrid.step.objects.tensors import GradientHook
 from lightning_hybrid.techniques.technique import Active
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.ranks import ShardRanks

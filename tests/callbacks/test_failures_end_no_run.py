@@ -36,7 +36,7 @@ FAIL = {
     f"{MONITORS}throughput.batch_size_of": "ThroughputMonitor",
     f"{MONITORS}throughput.keep_series": "ThroughputMonitor",
     f"{MONITORS}throughput.StepFlopCounter.start": "ThroughputMonitor",
-    "lightning_hybrid.step.standins.count_flops_bytes_and_draws._flops_of_kernel": "the number of FLOPs",
+    "lightning_hybrid.step.standins.counts._flops_of_kernel": "the number of FLOPs",
     f"{MONITORS}memory.find_holders": "MemoryMonitor",
     f"{MONITORS}memory.PeakMeter.stop": "MemoryMonitor",
     f"{MONITORS}memory.memory_table": "MemoryMonitor",

@@ -24,7 +24,7 @@ from lightning_hybrid.checkpoint.convert import to_file, to_folder
 from lightning_hybrid.checkpoint.read import SavedFolder
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import (
+from lightning_hybrid.step.objects.tensors import (
     dicts_as_subclasses,
     inner_tensors,
     subclasses_as_dicts,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.equivalence.difference_from_full_unit import are_equal_within, difference_of
+from lightning_hybrid.equivalence.difference import are_equal_within, difference_of
 
 TOLERANCE = 1e-9
 

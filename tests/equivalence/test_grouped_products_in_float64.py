@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import grouped_mm
 
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode, grouped_product
+from lightning_hybrid.equivalence.deterministic import DeterministicMode, grouped_product
 
 OFFSETS = torch.tensor([3, 3, 8], dtype=torch.int32)
 SHAPES = [((8, 16), (3, 16, 4), OFFSETS), ((3, 4, 16), (3, 16, 8), None), ((4, 8), (8, 16), OFFSETS),

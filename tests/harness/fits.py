@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.schedule import Kind, placement_of, stages_of_each_rank, stages_of_rank
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from models.cases import Samples, make
 
 # Sizes of `Run`, by name: each way in which a parameter is sharded, or on one stage, and all of them at once.

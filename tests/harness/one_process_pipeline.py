@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.recording import record_variant
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument_step import instrumented
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.replay.stage import instrumented
 
 
 class OneRank:

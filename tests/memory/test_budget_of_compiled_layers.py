@@ -10,7 +10,7 @@ from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import layer_policies
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.modules import find_layers
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler reads the gradients of inputs of layers

@@ -8,7 +8,7 @@ from harness.live_storages import LiveStorages
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import layer_policies
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.modules import find_layers
 
 
 def block(width):

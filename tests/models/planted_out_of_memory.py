@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from models.tiny import loader
 
 FEATURES = 4  # of its samples

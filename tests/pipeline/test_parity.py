@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 from harness.fits import Run, assert_parity, check, fit, fit_joined_batches, joined_batches, reference_of
 from harness.schedules import EAGER, GPIPE, INTERLEAVED, ONE_F_ONE_B
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from models.cases import sample
 from models.hand_written import mlp
 

@@ -13,7 +13,7 @@ from lightning_hybrid.precision.stochastic_rounding import (
     keyed_bits,
     round_stochastically,
 )
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE
+from lightning_hybrid.step.standins.tensors import FULL_SHAPE
 
 COUNT = 2**18
 

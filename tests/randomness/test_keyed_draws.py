@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.randomness.random_number_ops import draws
+from lightning_hybrid.randomness.generators import draws
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 
 
 @pytest.mark.parametrize(

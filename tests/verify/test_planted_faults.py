@@ -161,7 +161,7 @@ def counted_twice_in_the_norm(patch):
 
 def parameters_replaced(patch):
     from lightning_hybrid.pipeline.stages import plan as stages
-    from lightning_hybrid.step.standins.absent_tensors import is_absent
+    from lightning_hybrid.step.standins.tensors import is_absent
 
     original = stages.drop_remote_parameters
 

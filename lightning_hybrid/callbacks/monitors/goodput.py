@@ -14,7 +14,7 @@ from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, MUTED
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split import batch_size_of
 
 
 class GoodputRow(NamedTuple):

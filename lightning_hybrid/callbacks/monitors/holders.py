@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.optimizers.state_file import is_in_state_file
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import holds_tensors, inner_tensors
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.tensors import holds_tensors, inner_tensors
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 class Holder(NamedTuple):

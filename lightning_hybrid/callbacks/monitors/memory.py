@@ -26,7 +26,7 @@ from lightning_hybrid.callbacks.pictures import (
 from lightning_hybrid.errors import add_error_note, causes_of, is_out_of_memory
 from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.text import sized
 
 MEASURED = ("parameters", "gradients", "optimizer_states", "rest", "peak")

@@ -21,9 +21,9 @@ from lightning_hybrid.callbacks.monitors.messages import AXIS_NAMES, SentBytes
 from lightning_hybrid.callbacks.pictures import Series, gather_rows, keep_series
 from lightning_hybrid.patching import around, around_method
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.count_flops_bytes_and_draws import flops_of_kernel
+from lightning_hybrid.step.standins.counts import flops_of_kernel
 
 _RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec", "flops_per_sec")
 _WHAT = "ThroughputMonitor"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.moe.dense import DenseMLP, NotAnMLP, experts_of, recognise
 from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.routers import Routing, TopKRouter
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.asides import give_aside
 
 
 class AuxiliaryLoss(NamedTuple):

@@ -29,7 +29,7 @@ from lightning_hybrid.errors import UnsupportedExpertCalls
 from lightning_hybrid.experts.moe.dispatch import combine, dispatch_all_pairs, gather_rows
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import TensorSnapshot
+from lightning_hybrid.step.module_state.snapshots import TensorSnapshot
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 
 # (rows [P, D] sorted by expert, row count of each expert [E]) -> results [P, D'], computed on the experts' ranks.

@@ -36,12 +36,12 @@ from lightning_hybrid.experts.parallel.adapters import (
 )
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.predict.costs.layers import ExpertSet
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
+from lightning_hybrid.step.objects.modules import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
-from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
-from lightning_hybrid.step.standins.absent_tensors import make_absent
-from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter, active_counter
-from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, run_on_real_values
+from lightning_hybrid.step.recording.layers import UnitKinds
+from lightning_hybrid.step.standins.counts import CostCounter, active_counter
+from lightning_hybrid.step.standins.kernels import NO_FAKE_KERNEL, run_on_real_values
+from lightning_hybrid.step.standins.tensors import make_absent
 
 Forward = Callable[..., Any]
 

@@ -23,10 +23,9 @@ from lightning_hybrid.experts.parallel.adapters import (
 from lightning_hybrid.experts.parallel.proof import ExpertsProof
 from lightning_hybrid.experts.parallel.width import WidthSharding, possible_widths
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.deep_copy import copied
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
+from lightning_hybrid.step.objects.modules import copied, tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds, without_deduplication
+from lightning_hybrid.step.recording.layers import UnitKinds, without_deduplication
 from lightning_hybrid.text import spanned
 
 

@@ -1,7 +1,7 @@
 """Narrow copies of wide modules with experts, on which their shardings are proved in place of the modules.
 
 A copy has its widths divided by one factor, and the same numbers of experts, ranks and rows. It takes the place of the
-module only where both run the same program (`equivalence/narrow`), unsharded and on the first and the last rank:
+module only where both run the same program (`equivalence/shapes`), unsharded and on the first and the last rank:
 
     weights of experts, large other weights    fake tensors: no storage, and nothing is computed of them
     tokens, router, numbers of rows            real, and equal in both but for repeated features
@@ -24,17 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
-from lightning_hybrid.equivalence.narrow.copy_of_unit import copy_of_unit
-from lightning_hybrid.equivalence.narrow.shape_trace import ShapeTrace, difference_but_width, why_not_same_program
-from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, divisions
+from lightning_hybrid.equivalence.copies import random_copy
+from lightning_hybrid.equivalence.division import Division, copy_of_unit, divisions
+from lightning_hybrid.equivalence.shapes import ShapeTrace, difference_but_width, why_not_same_program
 from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, is_float
 from lightning_hybrid.experts.parallel.ranks import ExpertRanks, comparable, examples, prepared
 from lightning_hybrid.experts.parallel.width import WidthSharding
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, make_absent, swap_in_place
-from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, quiet_fake_kernels
-from lightning_hybrid.step.standins.grouped_matrix_products import absent_grouped_mm
+from lightning_hybrid.step.standins.kernels import NO_FAKE_KERNEL, absent_grouped_mm, quiet_fake_kernels
+from lightning_hybrid.step.standins.tensors import FAKE_MODE, make_absent, swap_in_place
 
 LEAST_NUMEL = 2**24  # parameters of a module that is worth a copy; smaller ones are proved in a second or two
 _MOST_REAL_NUMEL = 2**22  # parameters of a weight beside the experts that has values

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
+from lightning_hybrid.equivalence.copies import random_copy
 from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, is_float
 from lightning_hybrid.experts.parallel.narrow import NarrowCopies
 from lightning_hybrid.experts.parallel.ranks import ExpertRanks, comparable, examples, prepared

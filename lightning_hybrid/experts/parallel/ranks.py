@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
+from lightning_hybrid.equivalence.deterministic import DeterministicMode
 from lightning_hybrid.experts.parallel.adapters import Call, ExpertsAdapter, is_float
 from lightning_hybrid.experts.parallel.width import UNSHARDED, WidthSharding
 from lightning_hybrid.params.placement import shard_tensor

@@ -30,8 +30,8 @@ from lightning_hybrid.params.guards import GatherCallbacks, OutsideLayerGuard, R
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 def placements_of(

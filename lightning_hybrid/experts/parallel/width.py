@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_hybrid.params.placement import Piece, Shard
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 _MAX_CANDIDATES = 48
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.memory.recompute.selective import NO_COSTS, KeptResult, MeasuredRun, plain_tensors
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+from lightning_hybrid.step.objects.tensors import storage_id
 
 
 class LiveBytes(TorchDispatchMode):

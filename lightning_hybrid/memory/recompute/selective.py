@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+from lightning_hybrid.step.objects.tensors import storage_id
 
 # Cost of moving a byte, in floating-point operations of a matrix product.
 WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}

@@ -47,8 +47,8 @@ from lightning_hybrid.memory.saved_activations.storage import (
     no_storage,
 )
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.standins.tensors_saved_for_backward import PackedByOuterHooks
+from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.standins.counts import PackedByOuterHooks
 
 _MIN_MOVED_PART = 4096  # bytes; parts of an encoded tensor below stay on the device
 # Operations whose result is a view or a cast of their input.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.errors import NotOnAllRanks, RanksDisagree
-from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+from lightning_hybrid.step.tracing.mode import user_line
 
 _ADVICE = (
     "Each rank holds a shard of the model, so read them on every rank, and put only the use of the number under a"

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_hybrid.collectives.tensors import broadcast_buffer
 from lightning_hybrid.params.reads.agreement import HookAgreement
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 # Buffers of at most this many elements are sent together.
 _FEW_ELEMENTS = 1 << 16

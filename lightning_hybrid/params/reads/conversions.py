@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.patching import around
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 def skip_absent_parameters(root: nn.Module) -> Callable[[], None]:

@@ -27,11 +27,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.params.gradient_hooks import REGISTRATIONS, on_full_gradient
 from lightning_hybrid.params.shards import LocalShards
-from lightning_hybrid.step.objects.op_names import names
+from lightning_hybrid.step.objects.names import names
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, is_absent
-from lightning_hybrid.step.tracing.intercept_step_operations import VIEW_PROPERTIES
+from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, SHAPE_PROPERTIES, is_absent
+from lightning_hybrid.step.tracing.mode import VIEW_PROPERTIES
 
 _PROPERTIES = names("__get__ __set__ __delete__")
 # What needs no content, and is the same for a shard.

@@ -25,9 +25,9 @@ from lightning_hybrid.params.reads.buffers import HookBuffers
 from lightning_hybrid.params.reads.gather import GatherOnRead, OneStage, Stages, by_rows
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.standins.absent_arrays_and_lists import interceptable_tolist
-from lightning_hybrid.step.standins.absent_tensors import is_absent, make_absent, make_absent_rows
+from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.standins.numbers import interceptable_tolist
+from lightning_hybrid.step.standins.tensors import is_absent, make_absent, make_absent_rows
 
 SAVING = "trainer.save_checkpoint"
 # Replicas over which parameters are sharded may have different numbers of these.

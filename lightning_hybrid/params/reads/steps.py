@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.params.reads.gather import GatherOnRead, OneStage, _FullTensor
 from lightning_hybrid.params.shards import LocalShards
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
-from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
+from lightning_hybrid.step.tracing.mode import user_line
 
 
 class StepReads(GatherOnRead):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_hybrid.params.guards import GatherCallbacks, OutsideLayerGuard, ReadGuards
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.params.shards import AxisSharding
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.functions import NotIntercepted
 
 
 class FullParameterReads:

@@ -32,14 +32,13 @@ from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.transport import ReceivedValues, Transport, value_of_broken_step
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
-from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
-from lightning_hybrid.step.instrument.instrument_step import instrumented
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageRun
-from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, fill, is_absent
-from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
+from lightning_hybrid.step.batch.means import Share
+from lightning_hybrid.step.batch.metrics import FullBatchMetrics
+from lightning_hybrid.step.replay.stage import ReplayWatch, StageRun, instrumented
+from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, fill, is_absent
+from lightning_hybrid.step.tracing.mode import CurrentRun
 from lightning_hybrid.techniques.technique import Active
 
 _PROPERTIES = frozenset({"__get__", "__set__", "__delete__"})  # of which those with content are methods' results

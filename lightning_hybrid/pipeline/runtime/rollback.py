@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
+from lightning_hybrid.step.module_state.snapshots import (
     ModuleSnapshot,
     TensorSnapshot,
     can_restore,
     reachable_leaves,
 )
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in
+from lightning_hybrid.step.objects.modules import modules_in
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.tensors import detached_copy
+from lightning_hybrid.step.standins.tensors import is_absent
 
 _MAX_COPIED = 2**24  # before every step
 _MAX_COPIED_OF_BATCH = 2**20

@@ -22,8 +22,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
-from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
+from lightning_hybrid.step.tracing.functions import NotIntercepted
+from lightning_hybrid.step.tracing.mode import CurrentRun
 
 # Below so many multiplications, deferring costs more than the product: some 0.6 ms of a CPU core, 0.02 of a GPU.
 MIN_PRODUCTS_TO_DEFER = {"cpu": 2**25, "cuda": 2**32}

@@ -18,7 +18,7 @@ from lightning_hybrid.errors import WITHOUT_STAGES, StepError
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node, Value
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.schedule import (
     Schedule,
     StageCosts,
@@ -28,12 +28,12 @@ from lightning_hybrid.schedule import (
     rank_of_stage,
     stages_of_rank,
 )
-from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import compute_weights
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
-from lightning_hybrid.step.recording.choose_units import UnitChoice
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
-from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import Recording
+from lightning_hybrid.step.module_state.attributes import compute_weights
+from lightning_hybrid.step.objects.modules import modules_in, parameters_of
+from lightning_hybrid.step.recording.units import UnitChoice
+from lightning_hybrid.step.replay.stage import StageReplay
+from lightning_hybrid.step.standins.tensors import drop, fill, is_absent
+from lightning_hybrid.step.tracing.recording import Recording
 
 Key: TypeAlias = tuple[int, int, int]  # the stages that send and receive, and the value
 _BITS = {

@@ -18,11 +18,11 @@ from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
-from lightning_hybrid.step.guards.find_branches_on_model_numbers import BranchCheck
-from lightning_hybrid.step.recording.record_step import record
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
-from lightning_hybrid.step.standins.absent_tensors import MARK
-from lightning_hybrid.step.tracing.recording_dataclasses import Recording
+from lightning_hybrid.step.recording.guards import BranchCheck
+from lightning_hybrid.step.recording.record import record
+from lightning_hybrid.step.replay.stage import StageReplay
+from lightning_hybrid.step.standins.tensors import MARK
+from lightning_hybrid.step.tracing.recording import Recording
 
 # If a stage costs more than this multiple of the mean, the units of the costliest are opened to balance better.
 _UNBALANCED = 1.08

@@ -26,19 +26,16 @@ from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.recording import record_variant
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch
-from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
-from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
-from lightning_hybrid.step.instrument.instrument_step import InstrumentedReplay, instrumented
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
-from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import copied_batch
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
+from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
-from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
-from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
-from lightning_hybrid.step.replay.trace_tree_and_dry_run import TraceTree, UnknownTrace
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
+from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around, plain_state
+from lightning_hybrid.step.replay.stage import StageReplay, StageRun, instrumented
+from lightning_hybrid.step.replay.traces import TraceTree, UnknownTrace
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.mode import CurrentRun
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
 _MAX_TRACES = 512
@@ -76,7 +73,7 @@ class Call:
 
     @contextlib.contextmanager
     def dry_run(
-        self, root: nn.Module, replays: Collection[InstrumentedReplay], randomness: KeyedRandomness, index: int = 0
+        self, root: nn.Module, replays: Collection[StageReplay], randomness: KeyedRandomness, index: int = 0
     ) -> Iterator[CurrentRun]:
         """Run the step inside by ``replays``, as if on the microbatch of this index, without its logs and prints."""
         with (
@@ -112,7 +109,7 @@ class Call:
             contents: What reads of values of the model return, by index, in their shapes.
             around: Entered around the step.
         """
-        replay = SideEffectReplay(variant.recording, variant.assignment, root, randomness)
+        replay = StageReplay(variant.recording, variant.assignment, root, randomness)
         replay.contents = contents
         with self.dry_run(root, [replay], randomness) as current, around or contextlib.nullcontext():
             return replay.run(lambda: self.on(batch), {}, names, current)

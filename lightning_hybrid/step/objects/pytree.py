@@ -30,12 +30,7 @@ class Spec(NamedTuple):
 
 
 def flatten(value: Any, leaves: list[Any] | None = None) -> tuple[list[Any], Spec | None]:
-    """Leaves of ``value`` in a fixed order, and the spec that rebuilds it.
-
-    Args:
-        value: Any object; unknown types are leaves.
-        leaves: A list to append to; a new one by default.
-    """
+    """Leaves of ``value`` in a fixed order, appended to ``leaves`` if given, and the spec that rebuilds it."""
     if leaves is None:
         leaves = []
     opened = children_of(value)
@@ -153,17 +148,21 @@ def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]],
         if hasattr(value, "auto_batch_size_"):  # a TensorDict requires one number of samples of all members
             kind: Any = type(value)
             return kind(dict(zip(keys, children, strict=True)), batch_size=[]).auto_batch_size_(value.batch_dims)  # type: ignore[attr-defined]
-        # A shallow copy keeps other attributes (an encoding's tokenizer data) and the class (of a ModelOutput).
-        result = copy.copy(value)
-        if not isinstance(result, MutableMapping):
-            return dict(zip(keys, children, strict=True))
-        if isinstance(result, UserDict):
-            vars(result)["data"] = dict(result.data)  # copies share their dict
-        for key, child in zip(keys, children, strict=True):
-            result[key] = child
-        return result
+        return mapping_like(value, dict(zip(keys, children, strict=True)))
 
     return [value[key] for key in keys], build
+
+
+def mapping_like(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping with these entries, of the class (a ModelOutput) and with the other attributes of ``value``."""
+    result = copy.copy(value)
+    if not isinstance(result, MutableMapping):
+        return entries
+    if isinstance(result, UserDict):
+        vars(result)["data"] = dict(result.data)  # copies share their dict
+    for key, entry in entries.items():
+        result[key] = entry
+    return result
 
 
 def _with_members(value: Any, names: list[str]) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_hybrid.errors import WITHOUT_STAGES, StepChanged
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import returned_values
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.recording import returned_values
 
 _NONE = "no value of the model"
 _ADVICE = {
@@ -38,13 +38,7 @@ class Divergence:
         self._read: dict[int, tuple[tuple[int, ...], str]] = {}
 
     def size_read(self, value: int, tensor: Tensor, line: Callable[[], str]) -> None:
-        """Record that the step reads the size of a value: it may branch on it if it is not the recorded one.
-
-        Args:
-            value: Index of the value in the graph.
-            tensor: The value in this run, of the shape that is read.
-            line: Returns the line of the read.
-        """
+        """Record that the step reads the shape of a value: it may branch on it if it is not the recorded one."""
         recorded = self._graph.values[value]
         self.has_guessed |= recorded.dynamic and is_absent(tensor)
         if recorded.dynamic and tensor.shape != recorded.shape:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.predict.ranks import Place, RankMemory
 from lightning_hybrid.schedule import Portals, simulate
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.text import counted, sized

@@ -26,9 +26,9 @@ from lightning_hybrid.predict.ranks import (
     working_bytes,
 )
 from lightning_hybrid.schedule.in_flight import in_flight_at_peak
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.units import choose_units
+from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.user_code.hooks import old_gradients_are_read
 from lightning_hybrid.techniques.actives import Actives

@@ -18,12 +18,12 @@ from torch import nn
 from lightning_hybrid.graph.partition import Assignment, assign, owner_stages
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import split
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.recording.record_step import record
-from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import split
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.record import record
+from lightning_hybrid.step.recording.units import choose_units
+from lightning_hybrid.step.standins.numbers import GUESSES
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers

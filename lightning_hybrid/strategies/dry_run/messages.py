@@ -16,7 +16,7 @@ from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.schedule.actions import Portals
 from lightning_hybrid.schedule.program import Program, Send, lower
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.reducers import stage_of_gradient
 from lightning_hybrid.techniques.technique import Messages

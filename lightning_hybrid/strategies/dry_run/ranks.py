@@ -12,7 +12,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.schedule.program import Program
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.strategies.dry_run.messages import (
     bytes_of_casts,

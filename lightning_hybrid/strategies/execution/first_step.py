@@ -21,10 +21,10 @@ from torch import nn
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.patching import around
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.standins.tensors import drop, fill, is_absent
+from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.strategies.run.build import RunOwner
 from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
 from lightning_hybrid.text import counted

@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import BatchError, RankOutOfMemory, StepError
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.execution.steps import StepExecution
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.run.build import RunOwner

@@ -20,10 +20,10 @@ from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff
 from lightning_hybrid.pipeline.runtime.program import ActionRecorder
 from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
+from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
+from lightning_hybrid.step.standins.counts import bytes_saved_behind
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.logs.reduction import (
     begin_logs,
     drop_logger_calls,

@@ -22,7 +22,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import ignore_warnings, keep_clean, replace, replaced
 from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.transfers import start_all_gather
-from lightning_hybrid.step.recording.values_kept_on_modules import RecordedCall
+from lightning_hybrid.step.recording.kept import RecordedCall
 
 
 def silence_sync_dist_advice() -> Callable[[], None]:

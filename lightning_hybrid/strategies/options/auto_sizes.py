@@ -22,7 +22,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.memory.free import host_memory
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.predict.layout import number_format_of
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 
 _PACKAGE = __name__.partition(".strategies.")[0]
 # Share of a device that parameters, gradients and states may take before a plan is looked for; activations need room.

@@ -15,9 +15,9 @@ from lightning_hybrid.errors import RankOutOfMemory, StepError, add_error_note, 
 from lightning_hybrid.pipeline.plain import PlainRunner
 from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.out_of_memory.guard import MemoryGuard, searches_batch_size
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.start.callbacks import why_ranks_cannot_stop_together

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 
 from lightning_hybrid.params.gradient_hooks import on_full_gradient
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.strategies.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting

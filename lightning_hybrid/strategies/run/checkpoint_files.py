@@ -24,7 +24,7 @@ from lightning_hybrid.checkpoint.background import BackgroundSave
 from lightning_hybrid.checkpoint.local import OwnedShards, unsharded
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
-from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
+from lightning_hybrid.randomness.generators import plain_generator_states, restore_plain_states
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.setting import needs_runner

@@ -14,7 +14,7 @@ from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.strategies.logs.phases import phase
 from lightning_hybrid.strategies.run.run import RecordedBatch, Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixed_samples

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Technique
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
     from lightning_hybrid.pipeline.staged import StepRunner
     from lightning_hybrid.pipeline.stages.plan import StagePlan
-    from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+    from lightning_hybrid.randomness.keyed import KeyedRandomness
     from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
     from lightning_hybrid.strategies.optimizer_steps.connected import ConnectedOptimizers
     from lightning_hybrid.strategies.run.setting import Setting

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_hybrid.callbacks.slow_links import Gather, GradientCompression
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.slow_links.power_sgd import PowerSGD
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,
     local_states,

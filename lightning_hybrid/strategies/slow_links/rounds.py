@@ -15,7 +15,7 @@ from lightning_hybrid.callbacks.slow_links import Gather, LocalSGD
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.patching import around
 from lightning_hybrid.slow_links.method import all_reduce_bytes
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,
     local_states,

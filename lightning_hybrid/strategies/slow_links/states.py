@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.local import OwnedShards
 from lightning_hybrid.params.shards import LocalShards
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 
 class ParameterStates(Optimizer):

@@ -16,7 +16,7 @@ from lightning_hybrid.callbacks.slow_links import SlowLinkCallback
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around
 from lightning_hybrid.shared_memory.transfers import transfers_of
-from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.step.tracing.recording import find_loss
 
 
 def check_callbacks(trainer: Any, mesh: Mesh, *, is_recorded: bool) -> None:

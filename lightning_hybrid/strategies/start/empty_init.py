@@ -11,10 +11,9 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import InitialValueError
-from lightning_hybrid.step.deferred_init.deferred_init import InitialValues
-from lightning_hybrid.step.deferred_init.recorded_init_ops import StorageView
-from lightning_hybrid.step.deferred_init.reset_parameters import reset
-from lightning_hybrid.step.standins.absent_tensors import fill
+from lightning_hybrid.step.deferred_init.ops import StorageView
+from lightning_hybrid.step.deferred_init.parameters import InitialValues, reset
+from lightning_hybrid.step.standins.tensors import fill
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.stages.plan import StagePlan

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.patching import reduced_as
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ArgumentSnapshot, ModuleSnapshot
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.step.module_state.snapshots import ArgumentSnapshot, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import children_of, flatten
 from lightning_hybrid.strategies.user_code.loaders import ReadRecorder
 from lightning_hybrid.strategies.world.samplers import samplers_of

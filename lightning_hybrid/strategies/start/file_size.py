@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.memory.free import host_memory
 from lightning_hybrid.optimizers.trial import StateSizes
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.text import sized
 
 _SHARE = 0.2  # of the host's memory

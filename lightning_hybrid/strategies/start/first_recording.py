@@ -23,17 +23,17 @@ from lightning_hybrid.pipeline.measure import (
 )
 from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.staged import StepRunner
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.batch.split import (
     BatchSplitter,
     check_count,
     halves,
     split,
     why_unsplit,
 )
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch, compiled_wrappers
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
+from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.compiled import EagerSwitch, compiled_wrappers
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.user_code.hooks import current_hook, step_arguments

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import as_sendable
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.world.ranks import RankWorld
 
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.optimizers.replacement import replace_step
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
+from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
 
 

@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.runtime.transport import transport_of
 from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.world.ranks import RankWorld
 

@@ -19,8 +19,8 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.tensors import on_host
+from lightning_hybrid.step.standins.tensors import is_absent
 
 
 def full_states(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
+from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent
 
 
 def refuse_partial_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.stages.plan import (
     drop_absent_in_copy,
     unshard_parameters,
 )
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.stages.plan import StagePlan

@@ -21,10 +21,10 @@ from lightning_hybrid.memory.saved_activations.requests import (
 )
 from lightning_hybrid.memory.saved_activations.storage import Place
 from lightning_hybrid.pipeline.stages.plan import StagePlan
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.schedule.in_flight import microbatches_in_flight
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.techniques.technique import Active, Technique
 
 

@@ -20,12 +20,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, unwatched
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
-from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.randomness.keyed import KeyedRandomness, unwatched
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.units import choose_units
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent, materialize_call
+from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.strategies.options.options import compile_options
 from lightning_hybrid.techniques.technique import Active, Technique
 from lightning_hybrid.tensor.runtime.compiled import CompiledRegionInputs, why_not_compiled

@@ -30,7 +30,7 @@ from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.strategies.options.options import Options, compile_options
 from lightning_hybrid.strategies.techniques.tensor_plans import check_is_sharded
 from lightning_hybrid.techniques.technique import Active, Technique

@@ -16,8 +16,8 @@ from lightning_hybrid.optimizers.layer_step import LayerwiseStep
 from lightning_hybrid.optimizers.offloaded import OffloadedStates
 from lightning_hybrid.optimizers.trial import why_not_layerwise
 from lightning_hybrid.pipeline.stages.plan import StagePlan
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.strategies.techniques.fused_adam import fuse_steps
 from lightning_hybrid.zero.storage import StorageDevices
 

@@ -19,8 +19,8 @@ from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
-from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.step.objects.modules import find_layers, shortened
+from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.budget import BudgetProfile
 from lightning_hybrid.strategies.world.ranks import RankWorld

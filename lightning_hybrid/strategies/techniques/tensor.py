@@ -18,7 +18,7 @@ from lightning_hybrid.errors import LayoutError, TensorPlanError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.step.objects.repeated_layers import find_layers, lines_of_layers
+from lightning_hybrid.step.objects.modules import find_layers, lines_of_layers
 from lightning_hybrid.strategies.logs.phases import phase
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.tensor_plans import (

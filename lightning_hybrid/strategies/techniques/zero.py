@@ -20,8 +20,8 @@ from lightning_hybrid.params.guards import can_guard
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.predict.ranks import Footprint
-from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.adascale import has_adascale
 from lightning_hybrid.techniques.technique import Active, Messages, Operation, Technique
@@ -276,7 +276,7 @@ def members_of_groups(
 
     ``names`` are the FQNs of local ones; None for those that are not absent.
     """
-    from lightning_hybrid.step.recording.choose_units import choose_units
+    from lightning_hybrid.step.recording.units import choose_units
     from lightning_hybrid.strategies.techniques.reducers import stage_of_gradient
 
     module, plan = run.setting.module, run.plan

@@ -30,14 +30,14 @@ from lightning_hybrid.params.reads.steps import StepReads
 from lightning_hybrid.patching import around
 from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import (
+from lightning_hybrid.step.standins.tensors import (
     SHAPE_METHODS,
     SHAPE_PROPERTIES,
     full_shape,
     full_shape_meta,
     is_absent,
 )
-from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+from lightning_hybrid.step.tracing.mode import user_line
 from lightning_hybrid.techniques.technique import Active
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100

@@ -22,7 +22,7 @@ from lightning_hybrid.optimizers.trial import can_step_shards, combines_paramete
 from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.params.reads.hooks import HookReads
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.tensors import full_shape
 
 
 def reads_of_optimizers(optimizers: Iterable[Optimizer], reads: HookReads) -> dict[Optimizer, HookReads]:

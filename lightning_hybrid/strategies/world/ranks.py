@@ -20,7 +20,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
 from lightning_hybrid.pipeline.metrics import count_replicas_once, gather_over_replicas
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.evaluation import evaluate_each_sample_once
 from lightning_hybrid.strategies.world.failures import RankFailures

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.params import store
-from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.modules import copied
 from lightning_hybrid.tensor.proof.example import PLAIN, Example
 
 _TRIES = 3  # a drawn mask may hide everything from a position

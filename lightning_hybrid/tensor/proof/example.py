@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.modules import copied
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)

@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.logits.vocabulary import VocabularyShard
 from lightning_hybrid.params.placement import shard_tensor
-from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta, on_meta
-from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.module_state.copies import copy_on_meta, on_meta
+from lightning_hybrid.step.objects.modules import copied
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.grouped_matrix_products import GroupedProductShapes
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
+from lightning_hybrid.step.standins.kernels import GroupedProductShapes
+from lightning_hybrid.step.standins.tensors import materialize
 from lightning_hybrid.tensor.collectives import Collective, CountedRanks
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.proof.example import Example

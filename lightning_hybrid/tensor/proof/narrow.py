@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.narrow.copy_of_unit import copy_of_unit, divided_leaf
-from lightning_hybrid.equivalence.narrow.shape_trace import ShapeTrace, difference_but_width, why_not_same_program
-from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, divisions, named_widths
+from lightning_hybrid.equivalence.division import Division, copy_of_unit, divided_leaf, divisions, named_widths
+from lightning_hybrid.equivalence.shapes import ShapeTrace, difference_but_width, why_not_same_program
 from lightning_hybrid.params.placement import Placement, Shard, scaled, shard_tensor
 from lightning_hybrid.step.objects.pytree import unflatten
-from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE
-from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
+from lightning_hybrid.step.standins.kernels import quiet_fake_kernels
+from lightning_hybrid.step.standins.tensors import FAKE_MODE
 from lightning_hybrid.tensor.collectives import CountedRanks
 from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.proof.example import Example, make_example

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
-from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
+from lightning_hybrid.equivalence.copies import random_copy
+from lightning_hybrid.equivalence.deterministic import DeterministicMode
+from lightning_hybrid.equivalence.difference import difference_of
 from lightning_hybrid.params import store
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import user_call_sites
+from lightning_hybrid.step.tracing.lines import user_call_sites
 from lightning_hybrid.tensor.plan import PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.proof.drawn import in_general_position
 from lightning_hybrid.tensor.proof.example import Example, make_example, spread_rows

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
+from lightning_hybrid.equivalence.deterministic import DeterministicMode
 from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
-from lightning_hybrid.step.instrument.slow_attention import slow_attention
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
-from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCall, TorchCallSites
+from lightning_hybrid.step.standins.kernels import slow_attention
+from lightning_hybrid.step.standins.tensors import materialize
+from lightning_hybrid.step.tracing.asides import taking_asides
+from lightning_hybrid.step.tracing.lines import TorchCall, TorchCallSites
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.proof.example import Example
 from lightning_hybrid.tensor.region import AroundDraw

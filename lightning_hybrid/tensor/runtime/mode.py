@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.params.placement import Shard
-from lightning_hybrid.randomness.random_number_ops import draws
-from lightning_hybrid.step.objects.op_names import names
+from lightning_hybrid.randomness.generators import draws
+from lightning_hybrid.step.objects.names import names
 from lightning_hybrid.tensor.collectives import OneRank, Ranks
 from lightning_hybrid.tensor.plan import Rule, Site
 from lightning_hybrid.tensor.region import BROADCAST, linear_of, mark, mark_all, sharded_over, site_of_call, tensors_in

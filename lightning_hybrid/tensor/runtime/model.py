@@ -28,10 +28,9 @@ from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.shared_memory.collectives import hidden_from_modes
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
-from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
-from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.step.recording.layers import UnitKinds
+from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent, materialize_call
+from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.tensor.collectives import GroupRanks, Ranks, paired
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.region import AroundDraw

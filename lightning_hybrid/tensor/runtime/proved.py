@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
+from lightning_hybrid.equivalence.difference import difference_of
 from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.mesh import is_lost_connection
-from lightning_hybrid.step.guards.plain_attribute_state import plain_state
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
+from lightning_hybrid.step.module_state.snapshots import (
     PLAIN,
     AttributePath,
     ModuleSnapshot,
@@ -34,13 +33,14 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
     is_state,
     reachable_leaves,
 )
-from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
-from lightning_hybrid.step.objects.deep_copy import copied
-from lightning_hybrid.step.objects.op_names import READS
+from lightning_hybrid.step.objects.cache import BoundedLRUDict
+from lightning_hybrid.step.objects.modules import copied
+from lightning_hybrid.step.objects.names import READS
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
-from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize, materialize_call
-from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import (
+from lightning_hybrid.step.recording.guards import plain_state
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize, materialize_call
+from lightning_hybrid.step.tracing.asides import taking_asides
+from lightning_hybrid.step.tracing.lines import (
     TorchCall,
     TorchCallSites,
     is_user_frame,

@@ -33,11 +33,10 @@ from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.randomness.keyed_draws import FORWARD_WRAPPER
+from lightning_hybrid.randomness.keyed import FORWARD_WRAPPER
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
+from lightning_hybrid.step.standins.tensors import full_shape, materialize_call
+from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.tensor.collectives import (
     ExchangingRanks,
     GroupRanks,

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.params.placement import Shard
+from lightning_hybrid.step.objects.names import TENSOR
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.objects.source_folders import TENSOR
-from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase, full_shape
 from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.proof.narrow import narrow_layer
 from lightning_hybrid.tensor.proof.proof import prove_cached

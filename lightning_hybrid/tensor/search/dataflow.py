@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
+from lightning_hybrid.step.objects.modules import tied_parameters
 from lightning_hybrid.tensor.plan import LinearLike
 from lightning_hybrid.tensor.region import tensors_in
 

@@ -18,9 +18,9 @@ from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.params.placement import Shard, join, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
-from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.step.recording.layers import UnitKinds
+from lightning_hybrid.step.standins.tensors import full_shape
+from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.proof.proof import TOLERANCE
 from lightning_hybrid.tensor.proof.trials import ThreadRanks, TrialFailed, on_ranks

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.deep_copy import copied
-from lightning_hybrid.step.objects.op_names import CASTS, names, operator_names
+from lightning_hybrid.step.objects.modules import copied
+from lightning_hybrid.step.objects.names import CASTS, names, operator_names
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.recording.record_equal_layers_once import without_deduplication
-from lightning_hybrid.step.standins.absent_tensors import SHAPE_PROPERTIES
-from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, VIEW_PROPERTIES, user_line
+from lightning_hybrid.step.recording.layers import without_deduplication
+from lightning_hybrid.step.standins.tensors import SHAPE_PROPERTIES
+from lightning_hybrid.step.tracing.mode import _METADATA, VIEW_PROPERTIES, user_line
 from lightning_hybrid.tensor.region import tensors_in
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize, materialize_call
+from lightning_hybrid.step.standins.tensors import materialize, materialize_call
 from lightning_hybrid.tensor.collectives import ExchangingRanks, Ranks, leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.sequence import positions as positions

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.params.placement import Shard, shard_tensor
-from lightning_hybrid.step.standins.lazy_full_tensor import LazyFullTensor
-from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
+from lightning_hybrid.step.standins.tensors import LazyFullTensor, materialize
 from lightning_hybrid.tensor.collectives import ExchangingRanks, LinearMap
 
 

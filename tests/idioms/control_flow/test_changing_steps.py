@@ -14,7 +14,7 @@ from harness.layouts import each_under
 from harness.verification import BOTH, COMBINED, LAYOUTS, STAGES
 from harness.verification import check_there_and_back as check
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.step.replay.trace_tree_and_dry_run import TraceTree
+from lightning_hybrid.step.replay.traces import TraceTree
 from models.regression import FEATURES, Regression, regression_data
 
 

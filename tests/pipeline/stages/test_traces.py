@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.one_process_pipeline import OneRank, keyed
 from lightning_hybrid.pipeline.stages import traces as choice
 from lightning_hybrid.pipeline.stages.plan import StagePlan
-from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
-from lightning_hybrid.step.standins import absent_tensors as absent
+from lightning_hybrid.step.objects.cache import BoundedLRUDict
+from lightning_hybrid.step.standins import tensors as absent
 from models.cases import batch_of, make
 from models.hand_written import WIDTH, Layers
 

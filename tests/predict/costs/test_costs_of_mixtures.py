@@ -17,8 +17,8 @@ from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.layout import PlanLayout, number_format_of
 from lightning_hybrid.predict.memory import predict_memory
 from lightning_hybrid.predict.search import search_layouts
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.step.recording import recorder_function_mode
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
+from lightning_hybrid.step.recording import recorder
 from lightning_hybrid.strategies import costs as strategies_costs
 from lightning_hybrid.strategies.costs import record_costs
 from models.expert_modules import SwappedNames
@@ -187,7 +187,7 @@ def test_loops_over_experts_are_recorded_without_values(monkeypatch):
     def refuse(*_):
         raise AssertionError("a unit runs on real values")
 
-    monkeypatch.setattr(recorder_function_mode, "run_event_on_stand_ins", refuse)
+    monkeypatch.setattr(recorder, "run_event_on_stand_ins", refuse)
     modules = (mixtral(implementation, TINY)[1] for implementation in ("eager", "grouped_mm"))
     loop, grouped = (record_costs(pl, module, {}, "32-true").costs for module in modules)
     assert loop.flops == grouped.flops

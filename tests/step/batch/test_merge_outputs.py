@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.batch.merge_outputs import differ_in_rows, join, join_arguments
+from lightning_hybrid.step.batch.merge import Microbatches, differ_in_rows, join, join_arguments
 
 ROWS = torch.arange(16.0).reshape(8, 2)
 NAMES = [f"s{i}" for i in range(8)]
@@ -35,17 +35,21 @@ def same(actual, expected):
     return True
 
 
+def joined_arguments(calls, weights, counts, **options):
+    return join_arguments(dict(enumerate(calls)), Microbatches(weights, counts), **options)
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 def test_arguments_of_a_metric_are_not_its_samples(samples):
     """As many as there are samples in a microbatch."""
     values = [torch.tensor(1.0), torch.tensor(3.0)]
     calls = [((value,) * samples, {}) for value in values]
-    assert join_arguments(calls, [0.5, 0.5], [samples] * 2) == ((torch.tensor(2.0),) * samples, {})
+    assert joined_arguments(calls, [0.5, 0.5], [samples] * 2) == ((torch.tensor(2.0),) * samples, {})
 
 
 def test_rows_of_a_metric_are_as_many_as_its_labels():
     calls = [((ROWS[i : i + 3][:2], torch.tensor([0, 1])), {}) for i in (0, 3)]
-    (rows, labels), _ = join_arguments(calls, [0.5, 0.5], [3, 3])
+    (rows, labels), _ = joined_arguments(calls, [0.5, 0.5], [3, 3])
     assert same(rows, ROWS[[0, 1, 3, 4]]) and same(labels, torch.tensor([0, 1, 0, 1]))
 
 
@@ -53,11 +57,13 @@ def test_rows_of_a_metric_are_as_many_as_its_labels():
 def test_rows_that_a_mask_selects_are_joined(counts):
     """Those of predictions and targets, and any where microbatches of as many samples differ, or lack the call."""
     one, other = ((ROWS[i : i + 1], ROWS[i : i + 1, :1]) for i in (0, 3))
-    (rows, targets), _ = join_arguments([(one, {}), (other, {})], [0.5, 0.5], counts)
+    (rows, targets), _ = joined_arguments([(one, {}), (other, {})], [0.5, 0.5], counts)
     assert same(rows, ROWS[[0, 3]]) and same(targets, ROWS[[0, 3], :1])
-    mean, _ = join_arguments([(one[:1], {}), (other[:1], {})], [0.5, 0.5], counts)
+    mean, _ = joined_arguments([(one[:1], {}), (other[:1], {})], [0.5, 0.5], counts)
     assert same(mean[0], ROWS[[0, 3]].mean(0, keepdim=True))
-    assert same(join_arguments([(one[:1], {}), (other[:1], {})], [0.5, 0.5], counts, selects=True)[0][0], ROWS[[0, 3]])
+    assert same(
+        joined_arguments([(one[:1], {}), (other[:1], {})], [0.5, 0.5], counts, selects=True)[0][0], ROWS[[0, 3]]
+    )
     assert differ_in_rows([(one, {}), ((ROWS[:2], ROWS[:2]), {})], counts) == (counts == [4, 4])
     assert not differ_in_rows([(one, {}), (other, {})], counts)
 

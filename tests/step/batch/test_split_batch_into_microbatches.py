@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_hybrid.errors import BatchError
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+from lightning_hybrid.step.batch.split import (
     batch_size_of,
     check_count,
     choose_count,

@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from lightning_hybrid.errors import InitialValueError
-from lightning_hybrid.step.deferred_init.deferred_init import InitialValues
-from lightning_hybrid.step.deferred_init.reset_parameters import reset
-from lightning_hybrid.step.standins.absent_tensors import drop, fill
+from lightning_hybrid.step.deferred_init.parameters import InitialValues, reset
+from lightning_hybrid.step.standins.tensors import drop, fill
 
 
 def set_by(initialise):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 
 
 class Tied(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import attribute_tensors, look_up, put
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
+from lightning_hybrid.step.module_state.attributes import attribute_tensors, look_up, put
+from lightning_hybrid.step.module_state.snapshots import (
     ArgumentSnapshot,
     AttributePath,
     ModuleSnapshot,

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
+from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 from models.hand_written import EncoderDecoder
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.step.objects.deep_copy import copied, may_change
+from lightning_hybrid.step.objects.modules import copied, find_layers, may_change
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call, unflatten
-from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 
 class Pair(NamedTuple):

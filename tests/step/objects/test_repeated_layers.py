@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hybrid.step.objects.repeated_layers import shortened
+from lightning_hybrid.step.objects.modules import shortened
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, pipeline, record_and_cut, reference
 from lightning_hybrid.errors import ControlFlowError
-from lightning_hybrid.step.recording.choose_units import UnitChoice, choose_units
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, drop
+from lightning_hybrid.step.recording.units import UnitChoice, choose_units
+from lightning_hybrid.step.standins.tensors import FULL_SHAPE, drop
 from models.cases import batch_of
 from models.hand_written import WIDTH, Layers
 

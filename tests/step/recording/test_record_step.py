@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from harness.one_process_pipeline import keyed, pipeline, record_and_cut, reference
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.recording.record_equal_layers_once import argument_signature, without_deduplication
-from lightning_hybrid.step.standins.absent_tensors import is_absent, make_absent
+from lightning_hybrid.step.recording.layers import argument_signature, without_deduplication
+from lightning_hybrid.step.standins.tensors import is_absent, make_absent
 from models.cases import CASES, batch_of, make
 from models.hand_written import WIDTH, Layers, mlp
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
+from lightning_hybrid.step.recording.kept import selects_rows
 
 HIDDEN = torch.ones(4, 2)
 

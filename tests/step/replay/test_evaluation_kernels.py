@@ -10,7 +10,7 @@ from harness.one_process_pipeline import OneRank, keyed
 from lightning_hybrid.errors import StepChanged
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.pipeline.stages.recording import record_variant
-from lightning_hybrid.step.instrument.instrument_step import instrumented
+from lightning_hybrid.step.replay.stage import instrumented
 from models.cases import batch_of, make
 from models.hand_written import WIDTH, Layers
 

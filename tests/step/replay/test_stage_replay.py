@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline, record_and_cut, reference
 from lightning_hybrid.errors import PartitionError, StepChanged, StepError
-from lightning_hybrid.step.standins.absent_tensors import make_absent
+from lightning_hybrid.step.standins.tensors import make_absent
 from models.cases import HAND_WRITTEN, HUGGING_FACE, batch_of, make
 from models.hand_written import Dropouts, Layers
 from models.hugging_face import GPT2Dropout

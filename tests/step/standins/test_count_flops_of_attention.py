@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from harness.one_process_pipeline import record_and_cut
-from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter
+from lightning_hybrid.step.standins.counts import CostCounter
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 16, 8
 BOTH_PRODUCTS = 2 * (2 * BATCH * HEADS * TOKENS * TOKENS * WIDTH)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter, flops_of_kernel
+from lightning_hybrid.step.standins.counts import CostCounter, flops_of_kernel
 
 TIME, BATCH, FEATURES, WIDTH = 128, 3, 16, 32
 

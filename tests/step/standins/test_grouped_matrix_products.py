@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import grouped_mm
 
-from lightning_hybrid.step.standins.grouped_matrix_products import GroupedProductShapes
+from lightning_hybrid.step.standins.kernels import GroupedProductShapes
 
 OFFSETS = torch.tensor([3, 3, 8], dtype=torch.int32)
 SHAPES = [((8, 16), (3, 16, 8), OFFSETS), ((3, 4, 16), (3, 16, 8), None), ((4, 8), (8, 16), OFFSETS),

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_hybrid.step.tracing.op_signature import signature_of
+from lightning_hybrid.step.tracing.refusals import signature_of
 
 HIDDEN, BATCH = torch.ones(4, 2), torch.ones(3, 2)
 WEIGHT = nn.Parameter(torch.ones(2, 2))

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.one_process_pipeline import assert_same_gradients, pipeline, reference
-from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
+from lightning_hybrid.step.tracing.asides import give_aside, taking_asides
 from models.cases import batch_of
 from models.hand_written import WIDTH, Layers
 

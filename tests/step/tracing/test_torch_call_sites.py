@@ -2,8 +2,8 @@
 
 import torch
 
-from lightning_hybrid.step.objects.source_folders import EXPERT_RANKS
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites, user_call_sites
+from lightning_hybrid.step.objects.names import EXPERT_RANKS
+from lightning_hybrid.step.tracing.lines import TorchCallSites, user_call_sites
 
 HIDDEN = torch.ones(4, 2)
 

@@ -11,7 +11,7 @@ from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks.monitors.holders import bytes_by_kind, find_holders
 from lightning_hybrid.callbacks.monitors.messages import SentBytes
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 from lightning_hybrid.strategies.dry_run.ranks import dry_run
 from models.cases import Samples, make
 from models.mixtures import Mixtral

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from harness.fits import Run, fit
 from lightning_hybrid.cli.dryrun import print_ranks
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 from lightning_hybrid.strategies.dry_run.ranks import dry_run
 from lightning_hybrid.tensor.proof import narrow as narrowing
 from lightning_hybrid.tensor.search.unit import NOT_SEARCHED

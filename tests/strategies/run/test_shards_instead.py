@@ -7,8 +7,7 @@ from torch import nn
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, LayoutError, StepError
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.step.standins.absent_arrays_and_lists import content_message
-from lightning_hybrid.step.standins.absent_numbers import branch_message
+from lightning_hybrid.step.standins.numbers import branch_message, content_message
 from lightning_hybrid.strategies.run.contexts import _advise
 from lightning_hybrid.strategies.state.layout_changes import Fallback
 

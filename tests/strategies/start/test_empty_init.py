@@ -9,7 +9,7 @@ from torch import nn
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
 from lightning_hybrid.errors import InitialValueError
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 from models.tiny import FEATURES, Tiny, loader
 
 

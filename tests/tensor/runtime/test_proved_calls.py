@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
+from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.tensor.runtime.proved import ProvedCalls, dims_of_several, value_read_in
 
 MADE = []

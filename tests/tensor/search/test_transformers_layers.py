@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.tensor.proof.example import copied
 from lightning_hybrid.tensor.search.unit import plan_unit
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
+from lightning_hybrid.equivalence.copies import random_copy
 from lightning_hybrid.params.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.proof.example import make_example
 from lightning_hybrid.tensor.proof.proof import Proof

@@ -1,1 +1,0 @@
-"""Narrow copies of wide modules, and the check that both run the same program."""

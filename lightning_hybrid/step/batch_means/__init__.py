@@ -1,1 +1,0 @@
-"""Means, sums and metrics of the full batch, computed from those of its microbatches."""

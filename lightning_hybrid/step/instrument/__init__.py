@@ -1,1 +1,0 @@
-"""Patches of torch and of the user's modules while a step runs."""

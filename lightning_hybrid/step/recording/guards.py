@@ -1,0 +1,241 @@
+"""What a recorded trace depends on: the state that guards compare, and the reads and branches that none covers.
+
+Unguarded reads: state that a step reads and that no guard compares, so that the next batch may take another trace.
+
+They are: the number of the batch, the trainer (its steps and epochs), random numbers, the content of the batch, and
+attributes that the step changes itself. A step without any of these takes the same trace as long as the plain
+attributes around its units (``plain_state``) are unchanged.
+
+A check that a step does not branch on numbers read from the model: it is recorded again with other numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from math import isnan  # the function itself: a step asks another
+from typing import Any
+
+import numpy
+from torch import Tensor, nn
+
+from lightning_hybrid.errors import ControlFlowError, StepError
+from lightning_hybrid.patching import replaced
+from lightning_hybrid.randomness.generators import generator_state, is_generator
+from lightning_hybrid.step.module_state.snapshots import PLAIN, AttributePath, inside, is_state, reachable_leaves
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.numbers import branch_message
+from lightning_hybrid.step.tracing.metrics import find_sinks
+from lightning_hybrid.step.tracing.recording import Recording
+
+# Of a longer list only the length and the last entries are compared.
+_LAST = 16
+_DEEPEST = 4
+# Hooks around a forward may be part of the step; other attributes that every module has are not.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
+
+
+def modules_around(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules whose code is glue, by FQN: those outside of units and metrics."""
+    inside_units = {inner for outer in (*units.values(), *find_sinks(root).values()) for inner in outer.modules()}
+    return {fqn: module for fqn, module in root.named_modules() if module not in inside_units}
+
+
+def plain_state(modules: Sequence[nn.Module]) -> list[Any]:
+    """The numbers, strings, lengths and generator states in the attributes of modules."""
+    found: list[Any] = []
+    visited: set[int] = set()  # layers share their configuration object
+    for module in modules:
+        for name, value in module.__dict__.items():
+            if name in _OF_EVERY_MODULE or not is_state(name):
+                continue
+            if type(value) in PLAIN:
+                found.append(value)
+            else:
+                _collect_state(value, found, visited, 0)
+    return found
+
+
+def _collect_state(value: Any, found: list[Any], visited: set[int], depth: int) -> None:
+    inner = value if type(value) is tuple else inside(value)
+    if inner is None or depth > _DEEPEST:
+        if is_generator(value):
+            found.append(generator_state(value))
+        return
+    if id(inner) in visited:
+        return
+    visited.add(id(inner))
+    found.append(len(inner))
+    items = list(inner.values() if isinstance(inner, dict) else inner) if inner else []
+    for item in items[-_LAST:] if isinstance(inner, list) else items:
+        if type(item) in PLAIN:
+            found.append(item)
+        elif not isinstance(item, Tensor):
+            _collect_state(item, found, visited, depth + 1)
+
+
+class UnguardedReads:
+    """Collects the unguarded reads of one recording of a step.
+
+    Attributes:
+        first: Description of the first one, for messages; empty if there is none.
+        of_batch: Whether one is of the content of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.first, self.of_batch = "", False
+
+    def add(self, description: str, *, of_batch: bool = False) -> None:
+        """Record an unguarded read."""
+        self.first, self.of_batch = self.first or description, self.of_batch or of_batch
+
+    def track_arguments(self, batch: Any, rest: Sequence[Any]) -> list[Any]:
+        """Record non-tensors in the batch as read; return the other arguments, the number of the batch tracked."""
+        for leaf in flatten(batch)[0]:
+            if not isinstance(leaf, Tensor | bool | None):
+                self.add(f"a {type(leaf).__name__} in the batch", of_batch=True)
+        # C code that takes it as an index (a list, `operator.index`) reads it unseen: such a step may leave its trace.
+        number = [TrackedInt(each, self) if type(each) is int else each for each in rest[:1]]
+        return [*number, *rest[1:]]
+
+    @contextlib.contextmanager
+    def watching(self, root: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Record the reads of a step of ``root`` that runs inside; ``modules`` are those whose code is glue."""
+        generators, state = _generator_states(), plain_state(modules)
+        with self._trainer_watched(root):
+            yield
+        if _generator_states() != generators:
+            self.add("random numbers of Python or numpy")
+        if plain_state(modules) != state:
+            self.add("attributes that it changes")
+
+    @contextlib.contextmanager
+    def _trainer_watched(self, root: nn.Module) -> Iterator[None]:
+        """Wrap the property of the root's class: `self.trainer`, also as read by others such as `self.global_step`."""
+        owner: Any = next((c for c in type(root).__mro__ if isinstance(vars(c).get("trainer"), property)), None)
+        if owner is None:
+            yield
+            return
+        original: property = vars(owner)["trainer"]
+
+        def trainer(module: Any) -> Any:
+            self.add("the trainer")
+            assert original.fget is not None
+            return original.fget(module)
+
+        watched = property(trainer, original.fset, original.fdel)
+        with replaced(owner, "trainer", watched, reason="guards: a step reads the trainer"):
+            yield
+
+
+def _generator_states() -> Any:
+    _, keys, position, *_ = numpy.random.get_state()
+    return random.getstate(), numpy.asarray(keys).tobytes(), position
+
+
+class TrackedInt(int):
+    """An integer that records when anything is computed from it or branches on it."""
+
+    _unguarded_reads: UnguardedReads
+
+    def __new__(cls, number: int, unguarded_reads: UnguardedReads) -> TrackedInt:
+        """Make it of ``number``; ``unguarded_reads`` records the reads."""
+        self = super().__new__(cls, number)
+        self._unguarded_reads = unguarded_reads
+        return self
+
+    def _record(self) -> None:
+        self._unguarded_reads.add("a number that it is given, such as batch_idx")
+
+    def __reduce__(self) -> Any:
+        """Pickle or copy as an ordinary number, whose reads cannot be recorded."""
+        self._record()
+        return int, (int.__index__(self),)
+
+
+def _tracked(name: str) -> Callable[..., Any]:
+    original = getattr(int, name)
+
+    def method(self: TrackedInt, *others: Any) -> Any:
+        self._record()
+        return original(self, *others)
+
+    return method
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor", "lshift", "rshift")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_UNARY = ("hash", "bool", "index", "int", "float", "str", "neg", "pos", "abs", "invert")
+_ROUNDING = ("round", "trunc", "floor", "ceil")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, *_UNARY, *_ROUNDING):
+    setattr(TrackedInt, f"__{_name}__", _tracked(f"__{_name}__"))
+
+
+# Moderate, so that their exponentials are finite too.
+_PROBES = (300.0, -300.0)
+
+
+class BranchCheck:
+    """Finds branches on numbers read from the model that became plain floats, which Python does not report.
+
+    A step that branches on ``float(loss) > 2`` would compare a NaN where the loss is absent. So a step that reads
+    numbers is recorded again with other numbers in their place, and must run the same operations.
+    """
+
+    def __init__(self, root: nn.Module, step: Callable[[], Any]) -> None:
+        self._root = root
+        self._step = step
+        self._plain: dict[AttributePath, Any] = {}
+        self._floats: dict[AttributePath, float] = {}
+
+    def step(self) -> Any:
+        """Run the user's step, and record the plain attributes after it."""
+        result = self._step()
+        leaves = dict(reachable_leaves(self._root))
+        self._plain = {location: leaf for location, leaf in leaves.items() if type(leaf) in (bool, int, str)}
+        self._floats = {location: leaf for location, leaf in leaves.items() if type(leaf) is float and not isnan(leaf)}
+        return result
+
+    def check(
+        self,
+        recording: Recording,
+        record_again: Callable[[float], Recording],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Compare a recording of ``step`` with others, which ``record_again`` makes with other numbers for those read.
+
+        Raises:
+            ControlFlowError: The step runs other operations when the numbers differ; in ``context``.
+        """
+        if not recording.numbers_read:
+            return
+        plain, floats = self._plain, self._floats
+        for probe in _PROBES:
+            other = self._recorded(record_again, probe)
+            if other is None:
+                continue
+            same = _operations(other) == _operations(recording) and self._plain == plain
+            if not same or (self._float_changed(floats) and self._float_changes_again(record_again, probe)):
+                with context():
+                    raise ControlFlowError(branch_message(recording.numbers_read), entry="branch")
+
+    def _recorded(self, record_again: Callable[[float], Recording], probe: float) -> Recording | None:
+        try:
+            return record_again(probe)
+        except (StepError, ArithmeticError, ValueError):
+            return None  # the probe is no valid number here: math.log(loss.item())
+
+    def _float_changed(self, floats: dict[AttributePath, float]) -> bool:
+        """Whether a float attribute changed that is none of the numbers read: `max(self.best, float(loss))`."""
+        return any(location not in self._floats or self._floats[location] != leaf for location, leaf in floats.items())
+
+    def _float_changes_again(self, record_again: Callable[[float], Recording], probe: float) -> bool:
+        """Whether it changed because of the probe; a kept time changes in each run."""
+        floats = self._floats
+        return self._recorded(record_again, probe) is not None and not self._float_changed(floats)
+
+
+def _operations(recording: Recording) -> list[tuple[str, tuple[int, ...]]]:
+    return [(node.name, node.inputs) for node in recording.graph.nodes]

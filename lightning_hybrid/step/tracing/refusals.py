@@ -1,0 +1,85 @@
+"""Refusals of steps without a loss, with ``backward()`` calls, or with ``torch.func`` transforms around operations.
+
+The signature of an operation, by which two runs of a step are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.errors import WITHOUT_STAGES, StepError
+from lightning_hybrid.step.tracing.mode import user_line
+
+
+def refuse_transforms(name: str) -> None:
+    """Checks that no transform is active around the operation ``name`` on values of the model.
+
+    Raises:
+        StepError: One is active.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise StepError(
+            f"{user_line()}: {name} runs inside a transform of torch.func (vmap, grad, jvp or one made of these),"
+            " where values of the model cannot be followed from one operation to the next; apply the transform inside"
+            " the forward of one layer, or use torch.autograd.grad",
+            entry="torch-func",
+        )
+
+
+def no_loss_error(name: str, result: Any) -> StepError:
+    """The error for a step that returned ``result`` instead of a loss."""
+    what = "a tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    if isinstance(result, Mapping):
+        what += f" with keys {list(result)}"
+    return StepError(
+        f"{name} returned {what} and no loss that depends on a trainable parameter; return the loss tensor, or a dict"
+        " with the key 'loss'",
+        entry="no-loss",
+    )
+
+
+def check_backward_call(line: str, *, is_replayed: bool) -> None:
+    """Refuses a step that calls ``backward()`` itself at ``line``, unless the recording is for inspection only.
+
+    Raises:
+        StepError: The recording will be replayed.
+    """
+    if is_replayed:
+        raise StepError(
+            f"{line}: the step calls backward() itself, which would run on one stage instead of all; add the term to"
+            f" the loss that the step returns, or {WITHOUT_STAGES}",
+            entry="own-backward",
+        )
+
+
+_COMPARED_BY_VALUE = (bool, str, type(None), torch.dtype, torch.device)
+
+
+def signature_of(
+    name: str, leaves: Sequence[Any], mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str]
+) -> tuple[Hashable, Hashable]:
+    """The signature of an operation (name, described arguments), and its sizes (integers, shapes of batch tensors)."""
+    signature: list[Hashable] = [name]
+    sizes: list[Hashable] = []
+    is_unit = name.startswith("@")
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            mark = mark_of(leaf)
+            if mark is not None:
+                signature.append(mark)
+            elif id(leaf) in parameters:
+                signature.append(parameters[id(leaf)])
+            else:
+                signature.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
+                sizes.append(tuple(leaf.shape))
+        elif isinstance(leaf, _COMPARED_BY_VALUE):
+            signature.append((type(leaf), leaf))
+        else:
+            signature.append("int" if isinstance(leaf, int) else type(leaf).__name__)
+            if isinstance(leaf, int) and not is_unit:
+                sizes.append(int.__index__(leaf))
+    return tuple(signature), tuple(sizes)
