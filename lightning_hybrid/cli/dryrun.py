@@ -145,7 +145,7 @@ def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
 def _dry_run(
     module: Any, data: Any, layout: Layout, parsed: argparse.Namespace, precision: str, progress: Progress
 ) -> dict[str, Any]:
-    from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
+    from lightning_hybrid.strategies.dry_run.ranks import dry_run
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)

@@ -22,7 +22,7 @@ from lightning_hybrid.text import print_table
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
-    from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+    from lightning_hybrid.memory.estimate import RankMemory
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = f"""example:
@@ -88,7 +88,7 @@ def explain(
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
     """
-    from lightning_hybrid.strategies.plan_in_one_process import make_plan
+    from lightning_hybrid.strategies.planning import make_plan
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)

@@ -16,7 +16,7 @@ FLOORS = [
     {"errors", "soft_failures", "text"},
     {"layout", "version", "namespace"},
     {"schedule", "graph"},
-    {"planner"},
+    {"predict"},
     {"shared_memory", "patching", "optim", "host_copies"},
     {"mesh", "step", "step/objects"},
     {"randomness", "step/standins"},

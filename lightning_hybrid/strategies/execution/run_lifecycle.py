@@ -18,7 +18,7 @@ from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.monitors import connect_monitors
-from lightning_hybrid.strategies.description.start_table import announce_run
+from lightning_hybrid.strategies.description.table import announce_run
 from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cuts_of_checkpoint
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck

@@ -22,7 +22,7 @@ from lightning_hybrid.checkpoint.full_module_and_optimizer_state import (
 )
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.memory.free_memory import free_bytes, free_on_host
+from lightning_hybrid.memory.free import free_bytes, free_on_host
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import temporary_hook

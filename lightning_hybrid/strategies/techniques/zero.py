@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import LayoutError, PrecisionError
-from lightning_hybrid.memory.free_memory import free_bytes
+from lightning_hybrid.memory.free import free_bytes
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import can_guard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding

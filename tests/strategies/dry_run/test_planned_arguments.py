@@ -4,16 +4,15 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
-from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.plan_layout import FORMATS
-from lightning_hybrid.planner.report.planned_run import PlannedRun
-from lightning_hybrid.planner.search.layout_options import fixed_fields
-from lightning_hybrid.planner.search.search_layouts import search_layouts
-from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
-from lightning_hybrid.strategies.dry_run.messages_of_step import program_of
-from lightning_hybrid.strategies.dry_run.plan_on_meta import DryRunStrategy
-from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
+from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
+from lightning_hybrid.predict.hardware import load_hardware
+from lightning_hybrid.predict.layout import FORMATS
+from lightning_hybrid.predict.options import fixed_fields
+from lightning_hybrid.predict.report import PlannedRun
+from lightning_hybrid.predict.search import search_layouts
+from lightning_hybrid.strategies.dry_run.messages import program_of
+from lightning_hybrid.strategies.dry_run.ranks import DryRunStrategy, dry_run
+from lightning_hybrid.strategies.planning import PlanningStrategy, make_plan
 from models.cases import Samples, make
 from models.hand_written import Layers
 from models.moe_layers import Experts

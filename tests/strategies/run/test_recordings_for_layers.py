@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
+from lightning_hybrid.strategies.planning import PlanningStrategy, make_plan
 
 taken = []  # by each recording; what it writes to a module is undone
 

@@ -1,0 +1,261 @@
+"""A dry run as plain values: the stages of a world, and what chosen ranks of it hold and send."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.memory.estimate import RankMemory, activation_bytes
+from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
+from lightning_hybrid.schedule.program import Program
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages
+from lightning_hybrid.strategies.dry_run.messages import (
+    buffers_of_messages,
+    gradient_messages,
+    local_names,
+    pipeline_messages,
+    program_of,
+    sent_by_axis,
+)
+from lightning_hybrid.strategies.dry_run.tensor import TensorUnits
+from lightning_hybrid.strategies.dry_run.world import run_of_rank
+from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
+from lightning_hybrid.strategies.planning import MetaPlanningStrategy, make_plan
+from lightning_hybrid.strategies.run.run import RecordedBatch, Run
+from lightning_hybrid.strategies.start.example_batch import example_of_fit
+from lightning_hybrid.strategies.techniques.experts import ExpertParallel
+from lightning_hybrid.strategies.techniques.tensor import TensorParallel
+from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED, plan_unit
+
+ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
+
+
+def dry_run(
+    lightning: ModuleType,
+    module: Any,
+    fit_arguments: Mapping[str, Any],
+    devices: int,
+    options: Mapping[str, Any],
+    precision: str,
+    choose_ranks: ChooseRanks,
+    *,
+    num_nodes: int = 1,
+    with_shapes: bool = False,
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Plan a run, and describe what some of its ranks hold and send; there must be no process groups.
+
+    Args:
+        lightning: The namespace of the module.
+        module: The user's module, whose parameters may be on the meta device; not to be used afterwards.
+        fit_arguments: Arguments of ``Trainer.fit``.
+        devices: The number of ranks.
+        options: Arguments of the strategy.
+        precision: Lightning's name of the precision.
+        choose_ranks: Returns the ranks to describe.
+        num_nodes: The number of nodes, which divides the number of ranks.
+        with_shapes: Whether to add the shape of each parameter's shard.
+        on_phase: Receives the name of each phase as it begins.
+    """
+    strategy = make_plan(
+        lightning,
+        module,
+        fit_arguments,
+        devices,
+        options,
+        precision,
+        on_phase,
+        num_nodes=num_nodes,
+        strategy_class=DryRunStrategy,
+    )
+    run = strategy.run_as_planned
+    assert run is not None
+    layout = run.setting.layout
+    content: dict[str, Any] = {"ranks": layout.world_size, "nodes": num_nodes, "refused": None, "rank": []}
+    content |= {"samples": strategy.samples, "num_microbatches": strategy.num_microbatches, "table": strategy.table}
+    content["refused"] = strategy.refusal()
+    if content["refused"] is not None:
+        return content
+    on_phase("building the program of the pipeline")
+    content["tensor_plans"] = {fqn: plan.lines() for fqn, plan in run.plans.items()}
+    described = _Described(strategy, run, layout.world_size // num_nodes, with_shapes=with_shapes)
+    ranks = choose_ranks(layout)
+    for number, rank in enumerate(ranks):
+        if number % max(1, len(ranks) // 8) == 0:
+            on_phase(f"describing rank {rank} ({number + 1} of {len(ranks)})")
+        content["rank"].append(described.rank(rank))
+    content["notes"] = described.notes()
+    return content
+
+
+class _Described:
+    """Describes ranks of a planned run."""
+
+    def __init__(self, strategy: DryRunStrategy, run: Run, ranks_per_node: int, *, with_shapes: bool) -> None:
+        self._strategy, self._run, self._per_node = strategy, run, ranks_per_node
+        self._memories: dict[tuple[int, ...], list[RankMemory]] = {}
+        self._with_shapes, self._count = with_shapes, strategy.num_microbatches
+        self._program: Program | None = program_of(run, self._count)
+        experts = run.technique(ExpertParallel)
+        self._units = TensorUnits(run, run.technique(TensorParallel), {} if experts is None else experts.widths)
+        plan = run.plan
+        is_recorded = run.is_pipelined and plan is not None and plan.first is not None
+        self._assignment = plan.first.assignment if is_recorded else strategy.recorded  # type: ignore[union-attr]
+
+    def rank(self, rank: int) -> dict[str, Any]:
+        """Return what one rank holds and sends."""
+        run = run_of_rank(self._run, rank)
+        mesh: Any = run.mesh
+        stages = [0] if run.plan is None or not run.is_pipelined else list(run.plan.stages)
+        memory = self._memory(run, stages)
+        messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count)]
+        messages += self._units.messages(self._assignment, set(stages), self._count, _place(run))
+        sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "offloaded"}
+        buffers = buffers_of_messages(run, self._program)
+        described = {
+            "rank": rank,
+            "node": rank // self._per_node,
+            "coordinates": dataclasses.asdict(mesh.coordinates),
+            "stages": stages,
+            "units": self._units_of(stages),
+            "parameters": sum(math.prod(local) for _, (_, local) in self._shapes(run)),
+            "groups": {axis: list(group.ranks) for axis, group in mesh.groups.items() if group.size() > 1},
+            "nodes_of_groups": {
+                axis: len({each // self._per_node for each in group.ranks})
+                for axis, group in mesh.groups.items()
+                if group.size() > 1
+            },
+            "bytes": {**sizes, "messages": buffers, "total": memory.total + buffers},
+            "messages": [{**dataclasses.asdict(each), "sent_bytes": round(each.sent_bytes)} for each in messages],
+            "sent_bytes": sent_by_axis(messages),
+        }
+        if self._with_shapes:
+            described["shapes"] = {
+                name: {"local": list(local), "full": list(full)} for name, (full, local) in self._shapes(run)
+            }
+        return described
+
+    def _memory(self, run: Run, stages: Sequence[int]) -> RankMemory:
+        """Estimate the memory of a rank: that of a rank with the same shards in its pipeline."""
+        key = (
+            *_place(run),
+            *(each.group.rank() for each in ([] if run.parts is None else run.parts.shardings)),
+        )
+        if key not in self._memories:
+            self._memories[key] = self._memory_of_pipeline(run)
+        return self._memories[key][stages[0] % len(self._memories[key])]
+
+    def _memory_of_pipeline(self, run: Run) -> list[RankMemory]:
+        """Estimate the memory of each pipeline rank, with the activations of its tensor shards."""
+        of_stages = memory_of_stages(run, self._strategy.optimizers, self._count)
+        if self._assignment is not None:
+            local = self._units.with_local_activations(self._assignment, _place(run))
+            saved = activation_bytes(local, run.policies)
+            counts = [1] if self._program is None else in_flight_at_peak(self._program.schedule, saved)
+            of_stages = [
+                dataclasses.replace(stage, activations=each * count)
+                for stage, each, count in zip(of_stages, saved, counts, strict=True)
+            ]
+        return memory_of_ranks(of_stages, run)
+
+    def _units_of(self, stages: Iterable[int]) -> list[str]:
+        if self._assignment is None:
+            return []
+        pairs = zip(self._assignment.graph.nodes, self._assignment.node_stage, strict=True)
+        return list(dict.fromkeys(node.unit for node, stage in pairs if stage in stages and node.unit is not None))
+
+    def _shapes(self, run: Run) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        parameters = dict(run.setting.module.named_parameters())
+        shardings = [] if run.parts is None else run.parts.shardings
+        for name in local_names(run):
+            full = full_shape(parameters[name])
+            yield name, (full, shard_of(shardings, name, full).shape)
+
+    def notes(self) -> list[str]:
+        """Return what the figures leave out."""
+        layout, found = self._run.setting.layout, []
+        plans = self._run.plans
+        unsearched = [
+            f for f, plan in plans.items() if any(NOT_SEARCHED in r for r in plan.replicated_reasons.values())
+        ]
+        if unsearched:
+            others = f" and {len(unsearched) - 1} more" if unsearched[1:] else ""
+            found.append(
+                f"{unsearched[0]}{others}: left unsharded, since no plan was found on a narrow copy (the reason is with"
+                " its plan); a run searches it at full width, as lightning-hybrid explain does"
+            )
+        for fqn, error in self._units.unmeasured.items():
+            found.append(
+                f"messages of {fqn} between tensor ranks are not counted: it does not run on meta tensors: {error}"
+            )
+        if any(plan.positions is not None for plan in plans.values()):
+            found.append(
+                "sequences are sharded between layers: their messages are an estimate, counted as if each layer got and"
+                " gave full sequences"
+            )
+        if layout.expert_parallel_size > 1:
+            found.append("tokens that are sent to experts are not counted: the router decides on them")
+        return found
+
+
+def _place(run: Run) -> tuple[int, int]:
+    """The indices of a rank among its tensor ranks, and among its context ranks."""
+    return run.mesh.rank_in("tp"), run.mesh.rank_in("cp")
+
+
+class DryRunStrategy(MetaPlanningStrategy):
+    """Plans a run whose step is recorded on its first microbatch, which stands for all of them.
+
+    Attributes:
+        run_as_planned: The decisions; None if there are none.
+        recorded: The recorded step where there are no stages.
+        samples: Samples in the batch of a replica; None if unknown.
+        num_microbatches: Microbatches of that batch.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.run_as_planned: Run | None = None
+        self.recorded: Assignment | None = None
+        self.samples: int | None = None
+        self.num_microbatches = 1
+
+    def _begin(self, lifecycle: RunLifecycle) -> None:
+        """Let the first microbatch be the whole batch of the recording: all microbatches have its shapes."""
+        setting = lifecycle.setting
+        if not (setting.layout.pipeline_parallel_size > 1 and setting.is_fitting):
+            return
+        options, batch = setting.options, example_of_fit(setting.trainer, setting.options.example_batch)
+        check_count(batch, options.microbatches)
+        num_stages = setting.layout.pipeline_parallel_size * options.stages_of_each_rank
+        self.num_microbatches = choose_count(batch, options.microbatches, num_stages, options.batch_splitter)
+        self.samples = batch_size_of(batch)
+        first = split(batch, self.num_microbatches, options.batch_splitter)[0][0]
+        options = dataclasses.replace(options, example_batch=first, num_microbatches=1, batch_splitter=None)
+        lifecycle.setting = dataclasses.replace(setting, options=options)
+        lifecycle.run = dataclasses.replace(lifecycle.run, setting=lifecycle.setting)
+
+    _find_tensor_plan = staticmethod(partial(plan_unit, at_full_width=False))
+
+    def _describe(self, run: Run, recorded: Assignment | None) -> None:
+        partition = self.partition
+        if run.is_pipelined and partition is not None and run.batch is not None:
+            run = dataclasses.replace(run, batch=RecordedBatch(self.samples, self.num_microbatches))
+            partition.run = run
+        elif run.batch is not None:
+            self.samples, self.num_microbatches = run.batch.samples, run.batch.num_microbatches
+        elif run.setting.is_fitting:
+            batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
+            self.samples = batch_size_of(batch)
+            self.num_microbatches = 1 if run.runner is None else run.runner.count("training_step", batch)
+        super()._describe(run, recorded)
+        self.run_as_planned, self.recorded = run, recorded
