@@ -163,6 +163,7 @@ class Technique:
         option: How a user sets it, for messages.
         shardings: The shardings that it has added, of parameters that are gathered for a step.
         records: Whether it needs the recording of the first step.
+        changes_gradients: Whether it needs the complete gradients of a step.
         shares_layers: Whether it may shard layers over tensor ranks.
         shards: How this rank runs its shards of layers, if it does.
         storing: Stores what layers save for the backward, if it does.
@@ -173,6 +174,7 @@ class Technique:
     option = ""
     shardings: tuple[AxisSharding, ...] = ()
     records = False
+    changes_gradients = False
     shares_layers = False
 
     shards: Any = None

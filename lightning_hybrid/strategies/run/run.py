@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Technique
 
@@ -145,6 +148,14 @@ class Run:
     def policies(self) -> Mapping[str, Any]:
         """What layers save for the backward, by FQN; everything where it is not named."""
         return {fqn: policy for technique in self.techniques for fqn, policy in technique.policies.items()}
+
+    def local_layers(self) -> dict[str, nn.Module]:
+        """Return the layers of this rank's stages, by FQN: the largest modules that repeat, and those beside them."""
+        units = dict(self.setting.module.named_children())
+        if self.is_pipelined and self.plan is not None and self.plan.first is not None:
+            units = dict(self.plan.first.recording.units)
+        layers = find_layers(units).items()
+        return {fqn: layer for fqn, layer in layers if not any(map(is_absent, layer.parameters()))}
 
     def names_over(self, axis: str) -> set[str]:
         """Return the FQNs of parameters that are sharded over an axis of the mesh."""
