@@ -16,12 +16,14 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "command_line.md"
 
 # After such a line stands the help of one command, in a fenced block.
 MARK = "<!-- help: {} -->"
-# What the page says once, above: usage lines repeat the options, and every command has --help and exit statuses.
+# What the page says once: usage lines repeat the options, lists of commands the sections; every command has --help and
+# exit statuses.
 LEFT_OUT = (
     r"\Ausage: .*?\n\n",
     r"^  -h, --help +show this help message and exit\n",
     r"\n\nexit status:.*\Z",
     r" --module\.NAME VALUE and --data\.NAME VALUE are arguments.*?config file of LightningCLI\.",
+    r"^positional arguments:\n  \{.*?\n\n",
     r"\noptions:\n(?=\n)",
 )
 

@@ -12,11 +12,11 @@ ROW = re.compile(r'^- <a id="([\w-]+)"></a>(.+?) \(([^()]+)\): ', re.M)
 INTRODUCTION = """# Exceptions
 
 Written by `python .ci/exceptions_page.py`; a test fails if it is not up to date. The classes are in
-`lightning_hybrid.errors`, which imports neither torch nor Lightning. Each derives from `HybridError` and, where the
-table names one, from a built-in error, so `except ValueError` catches a `LayoutError`. The links lead to
-[errors](../errors.md): what each message means and what to do.
+`lightning_hybrid.errors`, which imports neither torch nor Lightning. Each derives from `HybridError` and from the
+error in the second column, so `except ValueError` catches a `LayoutError`. The links lead to [errors](../errors.md):
+what each message means and what to do.
 
-| class | derives from | meaning | entries |
+| class | also a | meaning | entries |
 |---|---|---|---|
 """
 
@@ -27,7 +27,7 @@ def page() -> str:
     lines = []
     for node in ast.parse((ROOT / "lightning_hybrid" / "errors.py").read_text()).body:
         if isinstance(node, ast.ClassDef):
-            bases = ", ".join(f"`{ast.unparse(base)}`" for base in node.bases)
+            bases = ", ".join(f"`{base}`" for base in map(ast.unparse, node.bases) if base != "HybridError")
             summary, _, more = (ast.get_docstring(node) or "").partition("\n\n")
             attributes = re.findall(r"^ {4}(\w+): ", more, re.M)
             has = f" Attributes: {', '.join(f'`{name}`' for name in attributes)}." if attributes else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_hybrid.parts.gather_on_read import ReadGuards
+from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import (

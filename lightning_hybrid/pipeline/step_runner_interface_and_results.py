@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.gather_on_read import ReadGuards
+from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hybrid.experts.parallel.record_expert_costs import ExpertCosts
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.parts.parameter_shard_placement import Replicated
+from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.predict.costs.layers import ExpertSet, ModelCosts
 from lightning_hybrid.predict.costs.module import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.predict.layout import NumberFormat, number_format_of

@@ -31,9 +31,9 @@ from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
 from lightning_hybrid.strategies.options.options import MicrobatchWeight, Options
 from lightning_hybrid.strategies.private_names import check_private_names
+from lightning_hybrid.strategies.run.checkpointed import CheckpointedStrategy
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.setting import needs_runner
-from lightning_hybrid.strategies.run.strategy_base_with_checkpoints import CheckpointedStrategy
 from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
 from lightning_hybrid.techniques.technique import Technique

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.shards import AxisSharding
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 

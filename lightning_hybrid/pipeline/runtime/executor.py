@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepChanged, StepError
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.parts.step_hooks import StepHooks
+from lightning_hybrid.params.gradient_hooks import StepHooks
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
 from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
-from lightning_hybrid.parts.step_hooks import without_registrations
+from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant

@@ -21,8 +21,8 @@ from lightning_hybrid.memory.estimate import (
 )
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.optimizers.trial import StateSizes
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.params.boxes import shard_of
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.schedule.linked_stages_and_messages import Portals
 from lightning_hybrid.schedule.program import Program, Receive, Send, lower

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.estimate import RankMemory, activation_bytes
-from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.schedule.program import Program
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split

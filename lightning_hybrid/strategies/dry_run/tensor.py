@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.recompute.policies import Policy
-from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+from lightning_hybrid.params.placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.experts import ExpertTensorRanks

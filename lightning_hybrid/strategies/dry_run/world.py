@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.layout import AXES, Coordinates, ParallelLayout
 from lightning_hybrid.mesh import FLATTENED, Mesh
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.strategies.planning import fake_ranks
 from lightning_hybrid.strategies.run.run import Run
 

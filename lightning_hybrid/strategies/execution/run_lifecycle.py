@@ -29,7 +29,7 @@ from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks impo
 from lightning_hybrid.strategies.run.build import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.contexts import StepContexts
-from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.optimization import connect_optimizers
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
@@ -41,7 +41,7 @@ from lightning_hybrid.strategies.slow_links.connect import (
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
-from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
+from lightning_hybrid.strategies.state.partial import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.batch_norm import synced_norms
 from lightning_hybrid.strategies.techniques.order import check_techniques

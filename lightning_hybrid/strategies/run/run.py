@@ -17,13 +17,13 @@ from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Technique
 
 if TYPE_CHECKING:
-    from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
     from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
     from lightning_hybrid.optimizers.offloaded import OffloadedStates
-    from lightning_hybrid.parts.gather_on_read import ReadGuards
-    from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+    from lightning_hybrid.params.guards import ReadGuards
+    from lightning_hybrid.params.reads.stages import CrossStageReads
+    from lightning_hybrid.params.shards import AxisSharding, LocalShards
     from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
     from lightning_hybrid.pipeline.results.metric_sync import MetricSync
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.strategies.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback
     from lightning_hybrid.strategies.techniques.reducers import Reducers
-    from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
+    from lightning_hybrid.strategies.user_code.reads import HookReads
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.predict.candidates import Candidates
 from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.plans import Allowed
