@@ -20,9 +20,14 @@ from lightning_hybrid.cli.command import (
     usage_errors,
     write_text,
 )
+from lightning_hybrid.cli.module import (
+    add_classes_to,
+    add_precision_to,
+    configured,
+    data_and_device_errors,
+    reads_storage,
+)
 from lightning_hybrid.cli.progress import Progress
-from lightning_hybrid.cli.recording import data_and_device_errors, reads_storage
-from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.memory.recompute.amounts import parse_budget
 from lightning_hybrid.predict.costs.transformer import costs_from_config

@@ -9,6 +9,7 @@ from typing import Literal
 from lightning_hybrid.schedule.generators import stages_of_each_rank
 
 RecomputeKind = Literal["none", "selective", "full"]
+SELECTIVE_SHARE = 0.4  # of the saved bytes that recompute="selective" keeps
 Balance = Literal["layers", "flops"]
 
 

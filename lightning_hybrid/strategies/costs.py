@@ -7,7 +7,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,6 @@ from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.predict.costs.layers import ExpertSet, ModelCosts
 from lightning_hybrid.predict.costs.module import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.predict.layout import NumberFormat, number_format_of
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import num_elements
@@ -32,12 +30,10 @@ from lightning_hybrid.step.standins.attention_heads import AttentionHeads
 from lightning_hybrid.strategies.description.recording import record_in_one_stage
 from lightning_hybrid.strategies.options.auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.double_microbatches import batch_norms_in_training
-from lightning_hybrid.strategies.planning import MetaPlanningStrategy, make_plan
+from lightning_hybrid.strategies.planning import PlanRequest, RunPlan, make_plan
 from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
-from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 _STAGES = 4  # an nn.Sequential with more parameters than one of so many stages can be shared among them
 
@@ -57,30 +53,34 @@ class RecordedCosts:
     samples: int
 
 
-class _CostRecordingStrategy(MetaPlanningStrategy):
-    """Records the step of one process."""
+class _LayerRecording:
+    """Records the step of one process, with its layers as units, their experts and their heads.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.recorded: Assignment | None = None
-        self.samples: int | None = None
-        self.sample_elements = 0.0
-        self.part_of: dict[str, str] = {}  # the layer of each module inside of an opened nn.Sequential
+    Attributes:
+        part_of: The layer of each module inside of an opened ``nn.Sequential``.
+        experts: Of each unit.
+        heads: Of attention.
+    """
+
+    def __init__(self) -> None:
+        self.part_of: dict[str, str] = {}
         self.experts: Mapping[str, Sequence[ExpertSet]] = {}
         self.heads = AttentionHeads()
 
-    def _record(self, run: Run) -> Assignment | None:
+    def __call__(self, run: Run, failures: list[Exception]) -> Assignment | None:
         """Record the step, and again where members of lists turn out to be experts: these are inside of layers."""
         module = run.setting.module
         costs = ExpertCosts(module)
-        recorded = self._record_layers(run, costs)
+        recorded = self._record(run, failures, costs)
         lists = _lists_with_routed_rows(module, None if recorded is None else recorded.graph)
         if lists and not self.experts:
-            again = self._record_layers(run, costs, lists)
+            again = self._record(run, failures, costs, lists)
             recorded = again if self.experts or recorded is None else recorded
         return recorded
 
-    def _record_layers(self, run: Run, costs: ExpertCosts, lists: Collection[nn.Module] = ()) -> Assignment | None:
+    def _record(
+        self, run: Run, failures: list[Exception], costs: ExpertCosts, lists: Collection[nn.Module] = ()
+    ) -> Assignment | None:
         units: dict[str, nn.Module] = {}
 
         @contextlib.contextmanager
@@ -92,15 +92,9 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
 
         layers, self.part_of = _layers(run.setting.module, lists)
         with self.heads:
-            recorded = record_in_one_stage(run, run.randomness, layers, self.failures, watching)
+            recorded = record_in_one_stage(run, run.randomness, layers, failures, watching)
         self.experts = costs.sets(units)
         return recorded
-
-    def _describe(self, run: Run, recorded: Assignment | None) -> None:
-        super()._describe(run, recorded)
-        self.recorded = recorded
-        batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
-        self.samples, self.sample_elements = batch_size_of(batch), elements_per_sample(batch) or 0.0
 
 
 def _layers(module: nn.Module, lists: Collection[nn.Module]) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -156,31 +150,29 @@ def record_costs(
     options = {} if example_batch is None else {"example_batch": example_batch}
     copies = CopiesOnTwoRanks(lightning, module, fit_arguments, options, precision)
     no_stages, sharded = copies.why_no_stages(), copies.sharded_parameters()
-    strategy = make_plan(
-        lightning, module, fit_arguments, 1, options, precision, on_phase, strategy_class=_CostRecordingStrategy
-    )
-    assert isinstance(strategy, _CostRecordingStrategy)
+    recording = _LayerRecording()
+    request = PlanRequest(has_storage=False, record=recording, on_phase=on_phase)
+    plan = make_plan(lightning, module, fit_arguments, 1, options, precision, request)
     shapes, frozen = parameter_shapes(module), frozen_names(module)
-    memory = strategy.memory[0]
     trained = sum(math.prod(shapes[name]) for name in shapes.keys() - set(frozen))
-    states = None if memory.optimizer_states is None or not trained else memory.optimizer_states / trained
-    number_format = number_format_of(precision, states)
-    samples = strategy.samples or 1
-    if strategy.recorded is None:
-        reason = first_line(strategy.failures[-1]) if strategy.failures else "it cannot be traced"
+    states = plan.memory[0].optimizer_states
+    number_format = number_format_of(precision, None if states is None or not trained else states / trained)
+    samples = plan.batch.samples or 1
+    if plan.recorded is None:
+        reason = first_line(plan.failures[-1]) if plan.failures else "it cannot be traced"
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason=reason)
     else:
         costs = costs_from_step_graph(
-            *(strategy.recorded.graph, shapes),
+            *(plan.recorded.graph, shapes),
             samples=samples,
             name=name,
             frozen=frozen,
-            part_of=strategy.part_of,
-            experts=strategy.experts,
-            heads=strategy.heads.common_numbers(samples),
+            part_of=recording.part_of,
+            experts=recording.experts,
+            heads=recording.heads.common_numbers(samples),
             sharded=sharded,
         )
-    costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
+    costs = dataclasses.replace(costs, sample_elements=plan.sample_elements)
     return RecordedCosts(with_limits_of(module, costs, no_stages), number_format, samples)
 
 
@@ -240,7 +232,7 @@ class CopiesOnTwoRanks:
         plan = self._plan(tensor_parallel_size=2, num_microbatches=1)
         if plan is None or plan.partition is None:
             return None
-        run = plan.partition.run
+        run = plan.run
         planner, shards = run.technique(TensorParallel), run.shards
         if shards is None and (planner is None or not planner.planned_calls.arguments):
             return None  # no call of a layer was recorded
@@ -252,28 +244,14 @@ class CopiesOnTwoRanks:
             if not isinstance(placement, Replicated)
         )
 
-    def _plan(self, **layout: int) -> _PlanWithoutMemory | None:
+    def _plan(self, **layout: int) -> RunPlan | None:
         memo = tensors_of_datasets(self.module, list(self.fit_arguments.values()))
+        request = PlanRequest(has_storage=False, describes=False)
         try:
             copied, data = copy_on_meta((self.module, dict(self.fit_arguments)), only_parameters=True, memo=memo)
-            options = {**self.options, **layout}
-            return make_plan(
-                self.namespace, copied, data, 2, options, self.precision, strategy_class=_PlanWithoutMemory
-            )
+            return make_plan(self.namespace, copied, data, 2, {**self.options, **layout}, self.precision, request)
         except Exception:  # of the user's code too, which the recording of costs raises
             return None
-
-
-class _PlanWithoutMemory(MetaPlanningStrategy):
-    """Estimates no memory, and leaves layers unsharded whose plans are not proved on narrow copies."""
-
-    _find_tensor_plan = staticmethod(partial(plan_unit, at_full_width=False))
-
-    def _record(self, run: Run) -> None:
-        pass
-
-    def _describe(self, run: Run, recorded: Assignment | None) -> None:
-        pass
 
 
 def tensors_of_datasets(*holders: Any) -> dict[int, Any]:

@@ -17,8 +17,8 @@ from harness.fits import trainer_of
 from harness.schedules import INTERLEAVED
 from harness.trainer_runs import ignore_warnings, lines_of_lightning
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.memory.estimate import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.optimizers.trial import StateSizes
+from lightning_hybrid.predict.ranks import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight

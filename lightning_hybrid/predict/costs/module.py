@@ -18,13 +18,13 @@ from lightning_hybrid.predict.costs.layers import (
     common_number,
 )
 from lightning_hybrid.predict.costs.recorded import (
-    SELECTIVE_SHARE,
     RecordedStep,
     Shapes,
     kernels,
     products_with_weights,
     reductions,
 )
+from lightning_hybrid.predict.layout import SELECTIVE_SHARE
 
 _LAYER_INDEX = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"

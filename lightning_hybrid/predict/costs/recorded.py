@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 from lightning_hybrid.predict.costs.layers import ExpertSet, LayerCosts, Product, Sharding, parameters_of
+from lightning_hybrid.predict.layout import SELECTIVE_SHARE
 from lightning_hybrid.predict.memory import CONSTANTS
 
-# Share of the saved bytes that recompute="selective" keeps, as the strategy's option has it.
-SELECTIVE_SHARE = 0.4
 _FLOAT32_BYTES = 4
 # Losses over classes that chunked_loss computes in chunks.
 _OVER_CLASSES = frozenset({"cross_entropy", "nll_loss"})

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.memory.estimate import Place, RankMemory
+from lightning_hybrid.predict.ranks import Place, RankMemory
 from lightning_hybrid.schedule import Portals, simulate
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.run.run import Run
@@ -139,7 +139,7 @@ def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str
     held, activations = most.sizes_in(None), {}
     if most.activations is not None:
         activations = {"activations in flight": most.activations}
-        activations |= {"working memory": most.working} if most.working else {}
+        activations |= {"working memory": working} if (working := most.working + most.messages) else {}
     if most.gathered:
         within = _sum_of_terms({"gathered by ZeRO": most.gathered, **activations})
         line = f"{limit}{sized(most.between_steps)} between steps{f' ({_sum_of_terms(held)})' if held else ''}"

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.estimate import (
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.optimizers.trial import StateSizes
+from lightning_hybrid.params.boxes import shard_of
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
+from lightning_hybrid.predict.ranks import (
     ParameterOnRank,
     Place,
     RankMemory,
     activation_bytes,
     estimate_rank_memory,
+    message_bytes,
     working_bytes,
 )
-from lightning_hybrid.memory.recompute.budget import BudgetedLayers
-from lightning_hybrid.optimizers.trial import StateSizes
-from lightning_hybrid.params.boxes import shard_of
-from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
@@ -62,31 +64,39 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
             of_stage,
             activations,
             working=work + _of_optimizer_and_hooks(of_stage, run),
+            messages=exchanged + _of_gradient_messages(of_stage, run),
             footprint=next(
                 (footprint for each in run.techniques if (footprint := each.footprint(run, of_stage)) is not None), None
             ),
             offloaded=places_of(setting.options.offloaded, setting.device),
         )
-        for of_stage, activations, work in zip(
+        for of_stage, activations, work, exchanged in zip(
             members,
             _activations(run, num_microbatches, stages.count),
-            _working(run, num_microbatches, stages.count),
+            _working(run, stages.count),
+            _exchanged(run, stages.count),
             strict=True,
         )
     ]
 
 
 def _of_optimizer_and_hooks(members: Sequence[ParameterOnRank], run: Run) -> int:
-    """Bytes of a new gradient beside the sum, of an optimizer's step, of messages, and of gradients that are copied."""
+    """Bytes of a new gradient beside the sum, of an optimizer's step, and of gradients that are copied."""
     if not run.is_pipelined:  # without a recorded step no bound is given
         return 0
     trained = [each for each in members if each.is_trained]
     footprint = sum(each.shard_bytes for each in trained) if old_gradients_are_read(run.setting.trainer) else 0
     if run.setting.trainer.accumulate_grad_batches > 1:  # copies of those of earlier batches, for a rollback
         footprint = sum(each.nbytes for each in trained)
-    if run.setting.layout.data_parallel_size > 1 and not any(each.gathers_per_layer(run) for each in run.techniques):
-        footprint += sum(each.nbytes for each in trained)  # messages of gradients
     return footprint + 3 * max((each.nbytes for each in trained), default=0)
+
+
+def _of_gradient_messages(members: Sequence[ParameterOnRank], run: Run) -> int:
+    """Bytes of averages of gradients over replicas, which go all at once."""
+    is_averaged = run.is_pipelined and run.setting.layout.data_parallel_size > 1
+    if not is_averaged or any(each.gathers_per_layer(run) for each in run.techniques):
+        return 0
+    return sum(each.nbytes for each in members if each.is_trained)
 
 
 def places_of(offloaded: Mapping[str, str], device: torch.device) -> dict[str, Place]:
@@ -164,22 +174,34 @@ def _state_bytes(sizes: Sequence[StateSizes], parameter: Tensor, shape: Sequence
 
 def _activations(run: Run, num_microbatches: int, num_stages: int) -> Sequence[int | None]:
     """Bytes saved for backward by the microbatches in flight, of each stage; None where no step is recorded."""
-    plan: Any = run.plan
-    if not run.is_pipelined or plan is None or plan.first is None:
+    assignment = _assignment(run)
+    if assignment is None or run.plan is None:
         return [None] * num_stages
-    schedule = plan.training_schedule(num_microbatches)
-    saved = activation_bytes(plan.first.assignment, run.policies)
-    return [each * count for each, count in zip(saved, in_flight_at_peak(schedule, saved), strict=True)]
+    saved = activation_bytes(assignment, run.policies)
+    in_flight = in_flight_at_peak(run.plan.training_schedule(num_microbatches), saved)
+    return [each * count for each, count in zip(saved, in_flight, strict=True)]
 
 
-def _working(run: Run, num_microbatches: int, num_stages: int) -> Sequence[int]:
+def _working(run: Run, num_stages: int) -> Sequence[int]:
     """Bytes of the layer that runs, of each stage, of the batch and of its copy; 0 where no step is recorded."""
-    plan: Any = run.plan
-    if not run.is_pipelined or plan is None or plan.first is None:
+    assignment = _assignment(run)
+    if assignment is None:
         return [0] * num_stages
     # With its copy in the snapshot before a step.
     batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
-    return [each + batch for each in working_bytes(plan.first.assignment, run.policies)]
+    return [each + batch for each in working_bytes(assignment, run.policies)]
+
+
+def _exchanged(run: Run, num_stages: int) -> Sequence[int]:
+    """Bytes of messages between stages, of each of them; 0 where no step is recorded."""
+    assignment = _assignment(run)
+    return [0] * num_stages if assignment is None else message_bytes(assignment)
+
+
+def _assignment(run: Run) -> Assignment | None:
+    """The recorded step of a run in stages."""
+    is_recorded = run.is_pipelined and run.plan is not None and run.plan.first is not None
+    return run.plan.first.assignment if is_recorded else None  # type: ignore[union-attr]
 
 
 class ExpectedRecomputation(NamedTuple):

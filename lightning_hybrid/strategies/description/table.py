@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.memory.estimate import KINDS, RankMemory
+from lightning_hybrid.predict.ranks import KINDS, RankMemory
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.repeated_layers import shortened
 from lightning_hybrid.strategies.description.lines import (

@@ -15,7 +15,7 @@ import torch
 from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.schedule.linked_stages_and_messages import Portals
-from lightning_hybrid.schedule.program import Program, Receive, Send, lower
+from lightning_hybrid.schedule.program import Program, Send, lower
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.reducers import stage_of_gradient
@@ -56,26 +56,16 @@ def pipeline_messages(run: Run, program: Program | None) -> list[Messages]:
     ]
 
 
-def buffers_of_messages(run: Run, program: Program | None) -> int:
-    """Return the bytes that messages take beside what is counted elsewhere: receives posted ahead of their use.
-
-    One message from each other stage that this rank receives from; and copies of gradients in another dtype.
-    """
-    total = 0
-    if program is not None:
-        assert run.plan is not None and run.plan.first is not None
-        assignment = run.plan.first.assignment
-        forward, backward = assignment.portals, assignment.gradient_portals()
-        received = {i.message[:3] for i in program.instructions[run.plan.rank] if isinstance(i, Receive)}
-        for direction, source, target in received:
-            values = forward[source, target] if direction == "forward" else backward[target, source]
-            total += sum(assignment.graph.values[value].nbytes for value in values)
+def bytes_of_casts(run: Run) -> int:
+    """Return the bytes of the copies of gradients that are averaged in another dtype, where ZeRO does not."""
     dtype = message_dtypes(run.setting.precision)["reduce_dtype"]
-    if dtype is not None and not any(t.shardings for t in run.techniques) and run.mesh.size("data") > 1:
-        for _, parameter, shape in _local(run):
-            if parameter.requires_grad and parameter.dtype != dtype:
-                total += torch.Size(shape).numel() * dtype.itemsize
-    return total
+    if dtype is None or any(technique.shardings for technique in run.techniques) or run.mesh.size("data") == 1:
+        return 0
+    return sum(
+        torch.Size(shape).numel() * dtype.itemsize
+        for _, parameter, shape in _local(run)
+        if parameter.requires_grad and parameter.dtype != dtype
+    )
 
 
 def gradient_messages(run: Run, num_microbatches: int) -> list[Messages]:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any
 
-from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.memory.estimate import RankMemory, activation_bytes
 from lightning_hybrid.params.boxes import shard_of
+from lightning_hybrid.predict.ranks import RankMemory, activation_bytes
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.schedule.program import Program
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.strategies.dry_run.messages import (
-    buffers_of_messages,
+    bytes_of_casts,
     gradient_messages,
     local_names,
     pipeline_messages,
@@ -28,13 +25,11 @@ from lightning_hybrid.strategies.dry_run.messages import (
 )
 from lightning_hybrid.strategies.dry_run.tensor import TensorUnits
 from lightning_hybrid.strategies.dry_run.world import run_of_rank
-from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
-from lightning_hybrid.strategies.planning import MetaPlanningStrategy, make_plan
-from lightning_hybrid.strategies.run.run import RecordedBatch, Run
-from lightning_hybrid.strategies.start.example_batch import example_of_fit
+from lightning_hybrid.strategies.planning import PlanRequest, RunPlan, make_plan
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.experts import ExpertParallel
 from lightning_hybrid.strategies.techniques.tensor import TensorParallel
-from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED, plan_unit
+from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
 
@@ -66,28 +61,18 @@ def dry_run(
         with_shapes: Whether to add the shape of each parameter's shard.
         on_phase: Receives the name of each phase as it begins.
     """
-    strategy = make_plan(
-        lightning,
-        module,
-        fit_arguments,
-        devices,
-        options,
-        precision,
-        on_phase,
-        num_nodes=num_nodes,
-        strategy_class=DryRunStrategy,
-    )
-    run = strategy.run_as_planned
-    assert run is not None
+    request = PlanRequest(num_nodes, has_storage=False, first_microbatch=True, on_phase=on_phase)
+    plan = make_plan(lightning, module, fit_arguments, devices, options, precision, request)
+    run, batch = plan.run, plan.batch
     layout = run.setting.layout
-    content: dict[str, Any] = {"ranks": layout.world_size, "nodes": num_nodes, "refused": None, "rank": []}
-    content |= {"samples": strategy.samples, "num_microbatches": strategy.num_microbatches, "table": strategy.table}
-    content["refused"] = strategy.refusal()
-    if content["refused"] is not None:
+    content: dict[str, Any] = {"ranks": layout.world_size, "nodes": num_nodes, "refused": plan.refusal, "rank": []}
+    content |= {"samples": batch.samples, "num_microbatches": batch.num_microbatches, "table": plan.table}
+    if plan.refusal is not None:
+        plan.print_error()
         return content
     on_phase("building the program of the pipeline")
-    content["tensor_plans"] = {fqn: plan.lines() for fqn, plan in run.plans.items()}
-    described = _Described(strategy, run, layout.world_size // num_nodes, with_shapes=with_shapes)
+    content["tensor_plans"] = {fqn: each.lines() for fqn, each in run.plans.items()}
+    described = _Described(plan, layout.world_size // num_nodes, with_shapes=with_shapes)
     ranks = choose_ranks(layout)
     for number, rank in enumerate(ranks):
         if number % max(1, len(ranks) // 8) == 0:
@@ -100,16 +85,17 @@ def dry_run(
 class _Described:
     """Describes ranks of a planned run."""
 
-    def __init__(self, strategy: DryRunStrategy, run: Run, ranks_per_node: int, *, with_shapes: bool) -> None:
-        self._strategy, self._run, self._per_node = strategy, run, ranks_per_node
+    def __init__(self, planned: RunPlan, ranks_per_node: int, *, with_shapes: bool) -> None:
+        run = planned.run
+        self._run, self._per_node = run, ranks_per_node
+        self._optimizers, self._count = planned.optimizers, planned.batch.num_microbatches
         self._memories: dict[tuple[int, ...], list[RankMemory]] = {}
-        self._with_shapes, self._count = with_shapes, strategy.num_microbatches
+        self._with_shapes = with_shapes
         self._program: Program | None = program_of(run, self._count)
         experts = run.technique(ExpertParallel)
         self._units = TensorUnits(run, run.technique(TensorParallel), {} if experts is None else experts.widths)
-        plan = run.plan
-        is_recorded = run.is_pipelined and plan is not None and plan.first is not None
-        self._assignment = plan.first.assignment if is_recorded else strategy.recorded  # type: ignore[union-attr]
+        is_recorded = run.is_pipelined and run.plan is not None and run.plan.first is not None
+        self._assignment = run.plan.first.assignment if is_recorded else planned.recorded  # type: ignore[union-attr]
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Return what one rank holds and sends."""
@@ -117,10 +103,11 @@ class _Described:
         mesh: Any = run.mesh
         stages = [0] if run.plan is None or not run.is_pipelined else list(run.plan.stages)
         memory = self._memory(run, stages)
+        if not run.is_pipelined:
+            memory = dataclasses.replace(memory, messages=bytes_of_casts(run))
         messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count)]
         messages += self._units.messages(self._assignment, set(stages), self._count, _place(run))
         sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "offloaded"}
-        buffers = buffers_of_messages(run, self._program)
         described = {
             "rank": rank,
             "node": rank // self._per_node,
@@ -134,7 +121,7 @@ class _Described:
                 for axis, group in mesh.groups.items()
                 if group.size() > 1
             },
-            "bytes": {**sizes, "messages": buffers, "total": memory.total + buffers},
+            "bytes": {**sizes, "total": memory.total},
             "messages": [{**dataclasses.asdict(each), "sent_bytes": round(each.sent_bytes)} for each in messages],
             "sent_bytes": sent_by_axis(messages),
         }
@@ -156,7 +143,7 @@ class _Described:
 
     def _memory_of_pipeline(self, run: Run) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank, with the activations of its tensor shards."""
-        of_stages = memory_of_stages(run, self._strategy.optimizers, self._count)
+        of_stages = memory_of_stages(run, self._optimizers, self._count)
         if self._assignment is not None:
             local = self._units.with_local_activations(self._assignment, _place(run))
             saved = activation_bytes(local, run.policies)
@@ -210,52 +197,3 @@ class _Described:
 def _place(run: Run) -> tuple[int, int]:
     """The indices of a rank among its tensor ranks, and among its context ranks."""
     return run.mesh.rank_in("tp"), run.mesh.rank_in("cp")
-
-
-class DryRunStrategy(MetaPlanningStrategy):
-    """Plans a run whose step is recorded on its first microbatch, which stands for all of them.
-
-    Attributes:
-        run_as_planned: The decisions; None if there are none.
-        recorded: The recorded step where there are no stages.
-        samples: Samples in the batch of a replica; None if unknown.
-        num_microbatches: Microbatches of that batch.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.run_as_planned: Run | None = None
-        self.recorded: Assignment | None = None
-        self.samples: int | None = None
-        self.num_microbatches = 1
-
-    def _begin(self, lifecycle: RunLifecycle) -> None:
-        """Let the first microbatch be the whole batch of the recording: all microbatches have its shapes."""
-        setting = lifecycle.setting
-        if not (setting.layout.pipeline_parallel_size > 1 and setting.is_fitting):
-            return
-        options, batch = setting.options, example_of_fit(setting.trainer, setting.options.example_batch)
-        check_count(batch, options.microbatches)
-        num_stages = setting.layout.pipeline_parallel_size * options.stages_of_each_rank
-        self.num_microbatches = choose_count(batch, options.microbatches, num_stages, options.batch_splitter)
-        self.samples = batch_size_of(batch)
-        first = split(batch, self.num_microbatches, options.batch_splitter)[0][0]
-        options = dataclasses.replace(options, example_batch=first, num_microbatches=1, batch_splitter=None)
-        lifecycle.setting = dataclasses.replace(setting, options=options)
-        lifecycle.run = dataclasses.replace(lifecycle.run, setting=lifecycle.setting)
-
-    _find_tensor_plan = staticmethod(partial(plan_unit, at_full_width=False))
-
-    def _describe(self, run: Run, recorded: Assignment | None) -> None:
-        partition = self.partition
-        if run.is_pipelined and partition is not None and run.batch is not None:
-            run = dataclasses.replace(run, batch=RecordedBatch(self.samples, self.num_microbatches))
-            partition.run = run
-        elif run.batch is not None:
-            self.samples, self.num_microbatches = run.batch.samples, run.batch.num_microbatches
-        elif run.setting.is_fitting:
-            batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
-            self.samples = batch_size_of(batch)
-            self.num_microbatches = 1 if run.runner is None else run.runner.count("training_step", batch)
-        super()._describe(run, recorded)
-        self.run_as_planned, self.recorded = run, recorded

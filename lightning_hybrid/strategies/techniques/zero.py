@@ -19,11 +19,12 @@ from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.params.guards import can_guard
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.precision.message_dtypes import message_dtypes
+from lightning_hybrid.predict.ranks import Footprint
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.adascale import has_adascale
-from lightning_hybrid.techniques.technique import Active, Footprint, Messages, Operation, Technique
+from lightning_hybrid.techniques.technique import Active, Messages, Operation, Technique
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.state_file import Region

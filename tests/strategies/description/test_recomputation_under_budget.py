@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.estimate import RankMemory
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.strategies.description.memory import expected_recomputation
 from lightning_hybrid.strategies.planning import make_plan
 from models.cases import Samples, make

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from harness.fits import Run, fit, reference_of
 from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.memory.estimate import RankMemory
+from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.strategies.description.lines import (
     describe_batch,
     describe_batch_norm,

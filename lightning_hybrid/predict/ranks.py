@@ -9,15 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
-from lightning_hybrid.memory.recompute.policies import SELECTIVE_SHARE, Policy
-from lightning_hybrid.techniques.technique import Footprint
+from lightning_hybrid.predict.layout import SELECTIVE_SHARE
 
 Place = Literal["files", "host"]
+Policies = Mapping[str, str | float]  # what layers save for the backward, by FQN
 KINDS = ("parameters", "gradients", "optimizer_states", "activations")
+
+
+class Footprint(NamedTuple):
+    """Bytes that a rank holds of its parameters.
+
+    Attributes:
+        parameters: Between steps.
+        gradients: Between steps.
+        gathered: During a step besides: full parameters, and gradients that are not reduced yet.
+    """
+
+    parameters: int
+    gradients: int
+    gathered: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,8 @@ class RankMemory:
         optimizer_states: After the first step; None if unknown.
         activations: Saved for the backwards of all microbatches in flight; None if the step is not recorded.
         gathered: By ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet.
-        working: During a step, besides these: of the layer that runs, and messages.
+        working: During a step, besides these: of the layer that runs, and of the optimizer's step.
+        messages: During a step, besides these: of values and gradients that are sent or received.
         offloaded: Where a kind is that does not take memory of the compute device; other kinds are left out.
     """
 
@@ -59,12 +74,13 @@ class RankMemory:
     activations: int | None
     gathered: int = 0
     working: int = 0
+    messages: int = 0
     offloaded: Mapping[str, Place] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         """The sum of what is known and not offloaded."""
-        return self.between_steps + self.gathered + self.working + (self.activations or 0)
+        return self.between_steps + self.gathered + self.working + self.messages + (self.activations or 0)
 
     @property
     def between_steps(self) -> int:
@@ -84,6 +100,7 @@ class RankMemory:
             _sum([self.activations, other.activations]),
             self.gathered + other.gathered,
             max(self.working, other.working),  # of a rank, which runs one stage at a time
+            max(self.messages, other.messages),
             {**self.offloaded, **other.offloaded},
         )
 
@@ -93,6 +110,7 @@ def estimate_rank_memory(
     activations: int | None,
     *,
     working: int = 0,
+    messages: int = 0,
     footprint: Footprint | None = None,
     offloaded: Mapping[str, Place] | None = None,
 ) -> RankMemory:
@@ -101,7 +119,8 @@ def estimate_rank_memory(
     Args:
         parameters: Of the rank.
         activations: Bytes saved for backward, of all microbatches in flight; None if unknown.
-        working: Bytes of the layer that runs, and of messages.
+        working: Bytes of the layer that runs.
+        messages: Bytes of values and gradients that are sent or received.
         footprint: Bytes of parameters and of gradients between steps, and of what is gathered in a step, if not all of
             the former two is here at all times.
         offloaded: Where "parameters", "gradients" or "optimizer_states" are, if not on the compute device.
@@ -116,11 +135,12 @@ def estimate_rank_memory(
         optimizer_states=_sum([each.state_bytes for each in trained]),
         activations=activations,
         working=working,
+        messages=messages,
         offloaded=offloaded or {},
     )
 
 
-def activation_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> list[int]:
+def activation_bytes(assignment: Assignment, policies: Policies) -> list[int]:
     """Return the bytes that each stage saves for the backward of one microbatch.
 
     Tensors inside of layers are counted before tensor and context ranks shard them.
@@ -139,11 +159,10 @@ def activation_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> 
     return [int(inside) + size for inside, size in zip(inner, sizes, strict=True)]
 
 
-def working_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> list[int]:
+def working_bytes(assignment: Assignment, policies: Policies) -> list[int]:
     """Return an upper bound of the bytes that each stage takes while one of its layers runs, besides what is saved.
 
-    In its backward a layer has its results again, if it is recomputed, and gradients of at most all of its results. The
-    gradients of the values that stages exchange are sent and received meanwhile.
+    In its backward a layer has its results again, if it is recomputed, and gradients of at most all of its results.
     """
     values, most = assignment.graph.values, [0] * assignment.num_stages
     for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
@@ -151,19 +170,25 @@ def working_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> lis
         again = (1 - share) * node.saved_bytes + (share < 1) * sum(values[index].nbytes for index in node.saved_values)
         ends = sum(values[index].nbytes for index in {*node.inputs, *node.outputs})
         most[stage] = max(most[stage], int(again) + max(int(node.moved_bytes), node.saved_bytes) + ends)
-    for (source, target), sent in assignment.portals.items():
-        for stage in (source, target):
-            most[stage] += 2 * sum(values[index].nbytes for index in sent)
     return most
 
 
-def _saved_share(node: Node, policies: Mapping[str, Policy]) -> float:
+def message_bytes(assignment: Assignment) -> list[int]:
+    """Return an upper bound of the bytes of messages of each stage while it runs: a value and a gradient of each."""
+    found = [0] * assignment.num_stages
+    for ends, sent in assignment.portals.items():
+        for stage in ends:
+            found[stage] += 2 * sum(assignment.graph.values[index].nbytes for index in sent)
+    return found
+
+
+def _saved_share(node: Node, policies: Policies) -> float:
     """The share of its inner bytes that a node saves, by the policies of the layers in it."""
     if node.unit is None:
         return 1.0
     inside = [policy for fqn, policy in policies.items() if fqn == node.unit or fqn.startswith(f"{node.unit}.")]
-    shares: dict[Policy, float] = {"keep": 1.0, "full": 0.0, "selective": SELECTIVE_SHARE}
-    found = [policy if isinstance(policy, float) else shares[policy] for policy in inside]
+    shares = {"keep": 1.0, "full": 0.0, "selective": SELECTIVE_SHARE}
+    found = [shares[policy] if isinstance(policy, str) else policy for policy in inside]
     return sum(found) / len(found) if found else 1.0
 
 
