@@ -24,7 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.optim import Optimizer
 
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.predict.ranks import RankMemory, activation_bytes
+from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     batch_size_of,
     check_count,
@@ -261,7 +261,7 @@ def _described(plan: RunPlan, *, measures_batch: bool) -> RunPlan:
         plan,
         batch=batch,
         sample_elements=elements,
-        table=str(describe_run(run, plan.partition, plan.optimizers)),
+        table=str(describe_run(run, plan.optimizers)),
         techniques=describe_techniques(run),
         memory=_memory_of(plan, run),
         memory_without_techniques=_memory_of(plan, without_techniques(run)),
@@ -270,9 +270,8 @@ def _described(plan: RunPlan, *, measures_batch: bool) -> RunPlan:
 
 def _memory_of(plan: RunPlan, run: Run) -> list[RankMemory]:
     """Estimate the memory of each pipeline rank."""
-    stages = memory_of_stages(run, plan.optimizers, 1 if run.batch is None else run.batch.num_microbatches)
-    if plan.recorded is not None:
-        stages = [dataclasses.replace(stages[0], activations=activation_bytes(plan.recorded, run.policies)[0])]
+    count = 1 if run.batch is None else run.batch.num_microbatches
+    stages = memory_of_stages(run, plan.optimizers, count, plan.recorded)
     return memory_of_ranks(stages, run)
 
 

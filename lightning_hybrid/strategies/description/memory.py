@@ -36,13 +36,16 @@ from lightning_hybrid.techniques.actives import Actives
 _OVER_REPLICAS = ("dp_shard", "ep_shard")
 
 
-def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches: int) -> list[RankMemory]:
+def memory_of_stages(
+    run: Run, optimizers: Sequence[Optimizer], num_microbatches: int, recorded: Assignment | None = None
+) -> list[RankMemory]:
     """Estimate the memory of each stage on the rank that holds it; one estimate for all where there are no stages.
 
     Args:
         run: Built, or only planned.
         optimizers: Of the Trainer; their parameters may be absent.
         num_microbatches: Of a batch of one replica.
+        recorded: The step whose activations are counted; that of the run's stages if None.
     """
     setting, stages = run.setting, _Stages(run)
     sizes = [StateSizes(optimizer, **setting.sizes_of_states) for optimizer in optimizers]
@@ -72,7 +75,7 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
         )
         for of_stage, activations, work, exchanged in zip(
             members,
-            _activations(run, num_microbatches, stages.count),
+            _activations(run, num_microbatches, recorded or _assignment(run), stages.count),
             _working(run, stages.count),
             _exchanged(run, stages.count),
             strict=True,
@@ -172,12 +175,15 @@ def _state_bytes(sizes: Sequence[StateSizes], parameter: Tensor, shape: Sequence
     return None if None in known else sum(size for size in known if size is not None)
 
 
-def _activations(run: Run, num_microbatches: int, num_stages: int) -> Sequence[int | None]:
+def _activations(
+    run: Run, num_microbatches: int, assignment: Assignment | None, num_stages: int
+) -> Sequence[int | None]:
     """Bytes saved for backward by the microbatches in flight, of each stage; None where no step is recorded."""
-    assignment = _assignment(run)
-    if assignment is None or run.plan is None:
+    if assignment is None:
         return [None] * num_stages
     saved = activation_bytes(assignment, run.policies)
+    if run.plan is None or not run.is_pipelined:
+        return saved
     in_flight = in_flight_at_peak(run.plan.training_schedule(num_microbatches), saved)
     return [each * count for each, count in zip(saved, in_flight, strict=True)]
 

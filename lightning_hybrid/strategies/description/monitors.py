@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.predict.ranks import RankMemory
@@ -10,30 +10,28 @@ from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.strategies.run.run import Run
 
-if TYPE_CHECKING:
-    from lightning_hybrid.strategies.run.partition import ModulePartition
 
-
-def connect_monitors(run: Run, partition: ModulePartition | None) -> None:
+def connect_monitors(run: Run, graph: StepGraph | None) -> None:
     """Tell the monitors of the Trainer what the plan of a run says.
 
     Args:
         run: Built.
-        partition: The decisions on it; None where no runner is needed.
+        graph: Of the training step, if layers were planned by one.
     """
     trainer: Any = run.setting.trainer
+    if run.is_pipelined and run.plan is not None and run.plan.first is not None:
+        graph = run.plan.first.recording.graph
     for callback in trainer.callbacks if run.setting.is_fitting else ():
         if hasattr(callback, "connect_flops"):
             with only_informs("the FLOPs of a step"):
-                callback.connect_flops(*_flops_per_sample(run, partition))
+                callback.connect_flops(*_flops_per_sample(run, graph))
         if hasattr(callback, "connect_prediction"):
             with only_informs("the estimated memory of a rank"):
-                graph = _graph_of(run, partition)
                 saved = {} if graph is None else _saved_bytes(graph)
-                callback.connect_prediction(_memory_of_rank(run, partition), saved)
+                callback.connect_prediction(_memory_of_rank(run), saved)
 
 
-def _flops_per_sample(run: Run, partition: ModulePartition | None) -> tuple[float | None, str]:
+def _flops_per_sample(run: Run, graph: StepGraph | None) -> tuple[float | None, str]:
     """FLOPs of the recorded training step for one sample; or None, and why they cannot be counted in a step either."""
     layout = run.setting.layout
     is_sharded = layout.tensor_parallel_size * layout.context_parallel_size * layout.expert_parallel_size > 1
@@ -41,7 +39,6 @@ def _flops_per_sample(run: Run, partition: ModulePartition | None) -> tuple[floa
         return None, "ranks hold shards instead of stages, and the training step could not be recorded"
     if not run.is_pipelined and not is_sharded:
         return None, ""  # a rank runs the batch in full layers
-    graph = _graph_of(run, partition)
     batch = run.batch
     if graph is None:
         return None, "layers are sharded, and the training step could not be recorded"
@@ -50,19 +47,11 @@ def _flops_per_sample(run: Run, partition: ModulePartition | None) -> tuple[floa
     return sum(node.step_flops for node in graph.nodes) * batch.num_microbatches / batch.samples, ""
 
 
-def _graph_of(run: Run, partition: ModulePartition | None) -> StepGraph | None:
-    if run.is_pipelined and run.plan is not None and run.plan.first is not None:
-        return run.plan.first.recording.graph
-    return None if partition is None else partition.graph
-
-
-def _memory_of_rank(run: Run, partition: ModulePartition | None) -> RankMemory:
+def _memory_of_rank(run: Run) -> RankMemory:
     batch = run.batch
     optimizers = run.setting.trainer.optimizers
     stages = memory_of_stages(run, optimizers, 1 if batch is None else batch.num_microbatches)
-    if not run.is_pipelined or run.plan is None:
-        return stages[0]
-    return memory_of_ranks(stages, run)[run.mesh.rank_in("pp")]
+    return memory_of_ranks(stages, run)[run.mesh.rank_in("pp") if run.is_pipelined else 0]
 
 
 def _saved_bytes(graph: StepGraph) -> dict[str, int]:

@@ -37,7 +37,7 @@ from lightning_hybrid.strategies.slow_links.connect import describe_slow_links
 from lightning_hybrid.text import columns, sized, spanned
 
 if TYPE_CHECKING:
-    from lightning_hybrid.strategies.run.partition import ModulePartition
+    pass
 
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
@@ -78,12 +78,11 @@ class StartTable:
         return "\n".join([*self.layout, *self.rest, f"{len(self.details)} lines on stages and layers: {path}"])
 
 
-def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequence[Optimizer]) -> StartTable:
+def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
     """Return the start table: sizes, stages, messages, and what each technique found.
 
     Args:
         run: Built, or only planned.
-        partition: The decisions on it; None where no runner is needed.
         optimizers: Of the Trainer, in a run that trains.
     """
     setting = run.setting
@@ -223,18 +222,17 @@ def _units(assignment: Assignment, stage: int) -> str:
 
 
 @only_informs("the start table")
-def announce_run(run: Run, partition: ModulePartition | None, *, with_environment: bool) -> None:
+def announce_run(run: Run, *, with_environment: bool) -> None:
     """Print what a run does under its layout; on the first rank only, without any communication.
 
     Args:
         run: With optimizers, if it trains.
-        partition: The decisions on it; None where no runner is needed.
         with_environment: Whether to print the ranks, the precision and the versions, which no layout changes.
     """
     setting = run.setting
     if setting.world.mesh.rank:
         return
-    table = describe_run(run, partition, setting.trainer.optimizers if setting.is_fitting else [])
+    table = describe_run(run, setting.trainer.optimizers if setting.is_fitting else [])
     table = dataclasses.replace(table, rest=[*table.rest, *describe_offload_on_cpu(setting)])
     if with_environment:
         table = dataclasses.replace(table, layout=[*table.layout, *describe_environment(setting)])

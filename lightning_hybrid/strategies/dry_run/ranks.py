@@ -10,8 +10,7 @@ from typing import Any
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.params.boxes import shard_of
-from lightning_hybrid.predict.ranks import RankMemory, activation_bytes
-from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
+from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.schedule.program import Program
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages
@@ -143,16 +142,9 @@ class _Described:
 
     def _memory_of_pipeline(self, run: Run) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank, with the activations of its tensor shards."""
-        of_stages = memory_of_stages(run, self._optimizers, self._count)
-        if self._assignment is not None:
-            local = self._units.with_local_activations(self._assignment, _place(run))
-            saved = activation_bytes(local, run.policies)
-            counts = [1] if self._program is None else in_flight_at_peak(self._program.schedule, saved)
-            of_stages = [
-                dataclasses.replace(stage, activations=each * count)
-                for stage, each, count in zip(of_stages, saved, counts, strict=True)
-            ]
-        return memory_of_ranks(of_stages, run)
+        assignment = self._assignment
+        local = None if assignment is None else self._units.with_local_activations(assignment, _place(run))
+        return memory_of_ranks(memory_of_stages(run, self._optimizers, self._count, local), run)
 
     def _units_of(self, stages: Iterable[int]) -> list[str]:
         if self._assignment is None:

@@ -285,8 +285,8 @@ class RunLifecycle:
     def _announce(self) -> None:
         """Print the layout, once it has optimizers if it trains."""
         setting, is_first = self.setting, not self._is_announced
-        announce_run(self.run, self._partition, with_environment=is_first)
-        connect_monitors(self.run, self._partition)
+        announce_run(self.run, with_environment=is_first)
+        connect_monitors(self.run, None if self._partition is None else self._partition.graph)
         if (
             is_first
             and setting.is_fitting
