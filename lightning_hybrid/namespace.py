@@ -53,8 +53,6 @@ def follow(code: CodeType) -> None:
     """Choose the package that a file imports, at any line, unless one is imported already or it imports both."""
     if PACKAGES[0] in sys.modules or not _is_installed(PACKAGES[1]):
         return
-    if PACKAGES[0] in sys.modules or not _is_installed(PACKAGES[1]):
-        return
     names = (str(each.argval) for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
     tops = {name.partition(".")[0] for name in names}
     if PACKAGES[1] in tops and "lightning" not in tops:

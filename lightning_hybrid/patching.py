@@ -1,8 +1,9 @@
 """Temporary replacement of attributes: of users' objects, of classes, and of Python modules.
 
 ``replace`` and ``around`` return a function that undoes one replacement. Several may be on one attribute, and be undone
-in any order; after the last one the owner has what it had, also where its ``__dict__`` had nothing. ``active_patches``
-lists what is replaced now.
+in any order; after the last one the owner has what it had, also where its ``__dict__`` had nothing. Two more changes
+are undone and listed alike: another class of an object (``switch_class``), and warnings that Python leaves out
+(``ignore_warnings``). ``active_patches`` lists what is replaced now.
 
 Copies and pickles of an object do not contain its replacements: the original attribute is restored, and a reference to
 a replacement elsewhere becomes the attribute of that name of the copy. A loaded pickle needs nothing of this package.
@@ -15,6 +16,8 @@ import copyreg
 import functools
 import operator
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -144,6 +147,8 @@ class _Value:
 # All that is replaced now: functions of objects by their id, other attributes by owner and name, the oldest first.
 _functions: dict[int, Replacement] = {}
 _values: dict[tuple[int, str], list[_Value]] = {}
+# Other changes, by a key of their own.
+_others: dict[object, Patch] = {}
 
 
 def _set_own(owner: Any, name: str, own: Any) -> None:
@@ -166,7 +171,8 @@ def active_patches() -> list[Patch]:
     layers: list[Replacement | _Value] = [*_functions.values()]
     for values in list(_values.values()):
         layers += values
-    return [Patch(_described(layer.owner), layer.name, layer.reason) for layer in layers]
+    patches = [Patch(_described(layer.owner), layer.name, layer.reason) for layer in layers]
+    return [*patches, *_others.values()]
 
 
 def _described(owner: Any) -> str:
@@ -200,6 +206,39 @@ def _installed(replacement: Replacement) -> Callable[[], None]:
     replacement.owner.__dict__[replacement.name] = replacement
     _functions[id(replacement)] = replacement
     return replacement.put_back
+
+
+def switch_class(thing: Any, kind: type, *, reason: str) -> Callable[[], None]:
+    """Give an object a subclass of its class, whose ``__reduce_ex__`` is `reduced_as` the class that it has now.
+
+    Returns:
+        A function that undoes it. The object is not kept alive.
+    """
+    own, key = type(thing), object()
+    this = weakref.ref(thing, lambda _: _others.pop(key, None))
+
+    def put_back() -> None:
+        found = this()
+        if _others.pop(key, None) is not None and found is not None:
+            object.__setattr__(found, "__class__", own)
+
+    _others[key] = Patch(_described(thing), "__class__", reason)
+    object.__setattr__(thing, "__class__", kind)  # Lightning notes what is set in the hooks that make loaders
+    return put_back
+
+
+def ignore_warnings(message: str, category: type[Warning] = Warning, *, reason: str) -> Callable[[], None]:
+    """Let Python leave out warnings whose text a regular expression matches; returns a function that undoes it."""
+    key = object()
+    warnings.filterwarnings("ignore", message, category)
+    added = warnings.filters[0]
+
+    def put_back() -> None:
+        if _others.pop(key, None) is not None and added in warnings.filters:  # not where the user has reset all
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
+
+    _others[key] = Patch(_described(warnings), "filters", reason)
+    return put_back
 
 
 def wraps(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

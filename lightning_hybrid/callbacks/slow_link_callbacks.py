@@ -33,6 +33,9 @@ class ConnectedState(Protocol):
         ``gather`` returns the state dict of an optimizer in full, for another layout; None for a checkpoint.
         """
 
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `save` has returned, under any layout."""
+
 
 class SlowLinkCallback(Callback):
     """A callback that the strategy connects to the state of a run, which checkpoints have.
@@ -62,8 +65,9 @@ class SlowLinkCallback(Callback):
         return False
 
     def connect(self, state: ConnectedState) -> None:
-        """Save this state in checkpoints from now on; the strategy calls it."""
-        self._state = state
+        """Load this state, and save it in checkpoints from now on; the strategy calls it."""
+        state.load(self.loaded)
+        self._state, self.loaded = state, {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that a strategy has connected it."""

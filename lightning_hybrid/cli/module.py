@@ -274,7 +274,7 @@ def _line_of_user(frames: Sequence[traceback.FrameSummary]) -> str:
 @contextlib.contextmanager
 def refusals(layout: Layout, content: dict[str, Any]) -> Iterator[None]:
     """Put the refusal of a layout into the content that is printed; an error of another kind is raised as it is."""
-    from lightning_hybrid.verify.records.record import describe_failure
+    from lightning_hybrid.verify.record import describe_failure
 
     try:
         yield

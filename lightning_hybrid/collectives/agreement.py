@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -130,7 +131,12 @@ def batches_differ(checksums: Sequence[float]) -> RanksDisagree:
 
 def digest(leaves: Sequence[object]) -> int:
     """A number that is equal for equal batches, and almost surely for no others; cheap on large tensors."""
-    total = 0
+    found = hashlib.blake2b(digest_size=6)  # exact in float64
+    _add(found, leaves)
+    return int.from_bytes(found.digest(), "little")
+
+
+def _add(found: hashlib.blake2b, leaves: Sequence[object]) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
             flat = as_plain_tensor(leaf).detach().reshape(-1)
@@ -138,9 +144,8 @@ def digest(leaves: Sequence[object]) -> int:
             if part.is_complex() or part.is_conj():
                 part = torch.view_as_real(part.resolve_conj())
             content = part.view(torch.uint8).cpu().numpy().tobytes()
-            total = hash((total, tuple(leaf.shape), zlib.crc32(content)))
+            found.update(repr((tuple(leaf.shape), zlib.crc32(content))).encode())
         elif isinstance(leaf, int | float):
-            total = hash((total, leaf))
-        elif inside := [] if isinstance(leaf, Tensor) else tensors_inside(leaf):
-            total = hash((total, digest(inside)))
-    return total & 0xFFFFFFFFFFFF  # exact in float64
+            found.update(repr(leaf).encode())
+        elif not isinstance(leaf, Tensor):
+            _add(found, tensors_inside(leaf))

@@ -7,7 +7,7 @@ go on to the next collective, which they will not join: it first looks whether t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -15,13 +15,24 @@ _LONGEST_PAUSE_SECONDS = 0.05
 _KEY = "lightning_hybrid/arrivals"
 
 
-def pauses() -> Iterator[None]:
-    """Sleep before each next item, longer each time: for loops that poll the store."""
-    seconds = 0.001
-    while True:
-        time.sleep(seconds)
-        seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
-        yield
+def wait_until(is_done: Callable[[], bool], seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Ask again and again, after longer pauses each time, whether something in a store is done.
+
+    Args:
+        is_done: What is asked.
+        seconds: How long to ask.
+        is_over: Returns whether nothing more will come.
+
+    Returns:
+        Whether it was done before it was over, within the time.
+    """
+    end, pause = time.monotonic() + seconds, 0.001
+    while not is_done():
+        if time.monotonic() > end or is_over():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return True
 
 
 def arrive(group: dist.ProcessGroup) -> int:
@@ -37,13 +48,8 @@ def all_arrive(group: dist.ProcessGroup, arrived: int, seconds: float) -> bool:
         arrived: What ``arrive`` returned here.
         seconds: How long to wait.
     """
-    size = group.size()
-    wanted, end, pause = -(-arrived // size) * size, time.monotonic() + seconds, pauses()
-    while _store(group).add(_KEY, 0) < wanted:
-        if time.monotonic() > end:
-            return False
-        next(pause)
-    return True
+    wanted = -(-arrived // group.size()) * group.size()
+    return wait_until(lambda: _store(group).add(_KEY, 0) >= wanted, seconds)
 
 
 def _store(group: dist.ProcessGroup) -> dist.Store:

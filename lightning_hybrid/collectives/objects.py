@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.collectives.tensors import as_sendable, group_device, on_group_device
+from lightning_hybrid.collectives.tensors import TensorSpec, as_sendable, group_device, on_group_device
 
 _SMALL_BYTES = 1 << 16  # up to this size one message for all tensors is faster than one for each
 
@@ -69,19 +69,12 @@ def broadcast_object(value: Any, group: ProcessGroup | None = None, source: int 
     return value if is_source else _unpack(row, tensors)
 
 
-class _Spec(NamedTuple):
-    """What is known of a tensor before it arrives."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class _Packed(NamedTuple):
     """A pickle in which tensors are numbers: small ones come with it, in host memory, and large ones later."""
 
     content: bytes
     small: dict[int, Tensor]
-    large: list[_Spec]
+    large: list[TensorSpec]
 
 
 class _Pickler(pickle.Pickler):
@@ -121,7 +114,7 @@ def _pack(value: Any) -> tuple[_Packed, list[Tensor]]:
             small[number] = content.cpu().clone()  # a view would be sent with its whole storage
         else:
             large.append(content)
-    return _Packed(file.getvalue(), small, [_Spec(tuple(each.shape), each.dtype) for each in large]), large
+    return _Packed(file.getvalue(), small, [TensorSpec(tuple(each.shape), each.dtype) for each in large]), large
 
 
 def _unpack(packed: _Packed, large: Sequence[Tensor]) -> Any:

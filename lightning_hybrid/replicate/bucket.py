@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lightning_hybrid.slow_links.average import PendingAverage
+    from lightning_hybrid.slow_links.average import CompressedAverage, PendingAverage
 
 
 class GradientBucket:
@@ -22,9 +22,7 @@ class GradientBucket:
         views: view of each gradient in `flat`, with the shape and strides of its parameter.
         flags: one per parameter (0 no gradient, 1 dense, 2 * ranks sparse), and one for unbucketed gradients.
         num_missing: number of parameters that the armed backward has not reached.
-        is_complete: this rank had a dense gradient for every parameter.
         work: the all-reduce in flight, or another average.
-        received: what `GradientReducer` reads for it, if it has arrived before `finish`.
         is_cast: the message has another dtype than the gradients, which are copied from it when it has arrived.
     """
 
@@ -52,17 +50,83 @@ class GradientBucket:
             offset += parameter.numel()
         self.flags = self.flat[offset:].real
         self.num_missing = 0
-        self.is_complete = False
+        self._is_complete = False  # this rank had a dense gradient for every parameter
         self.work: dist.Work | PendingAverage | None = None
-        self.received: tuple[bool, dict[int, Tensor]] | None = None
+        self._received: tuple[bool, dict[int, Tensor]] | None = None
         self._nbytes = self.flat.untyped_storage().nbytes()
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether its message is on the way, or has arrived."""
+        return self.work is not None or self._received is not None
+
+    def arm(self, num_missing: int) -> None:
+        """Begins a backward that will reach so many of the parameters."""
+        self.num_missing = num_missing
+
+    def reached(self) -> None:
+        """Counts one of the parameters that the backward has reached."""
+        self.num_missing -= 1
+
+    def launch(
+        self,
+        group: dist.ProcessGroup,
+        names: Sequence[str],
+        average: CompressedAverage | None,
+        *,
+        has_unbucketed: bool,
+    ) -> None:
+        """Starts to average what the parameters have now.
+
+        Args:
+            group: the ranks.
+            names: FQNs of the parameters.
+            average: how; an all-reduce if None.
+            has_unbucketed: whether this rank has a gradient that is in no bucket.
+        """
+        self._fill(group.size(), has_unbucketed)
+        if average is None:
+            self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+        else:
+            self.work = average.launch(names, self.views, self.flags)
+
+    def receive(self, size: int) -> list[nn.Parameter]:
+        """Waits for the message of ``size`` ranks; returns the parameters whose `grad` is their average now."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+        sparse = {}
+        *flags, has_unbucketed = self.flags.tolist()
+        if self.is_cast or not self._is_complete or max(flags, default=0) > size:
+            members = zip(self.indices, self.parameters, self.views, flags, strict=True)
+            for index, parameter, view, flag in members:
+                if flag > 1.5 * size:
+                    sparse[index] = view
+                elif flag > 0:
+                    self._set_average(parameter, view)
+        self._received = has_unbucketed > 0, sparse
+        return [p for index, p in zip(self.indices, self.parameters, strict=True) if index not in sparse]
+
+    def taken(self) -> tuple[bool, dict[int, Tensor]] | None:
+        """Returns what has arrived, once: None if nothing has.
+
+        That is whether some rank has a gradient outside all buckets; and for parameters whose gradient is sparse on
+        some rank, the average of the dense gradients, of the same shape, by index.
+        """
+        received, self._received = self._received, None
+        return received
+
+    def abandon(self) -> None:
+        """Waits for the message, if it is on the way, and drops it."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = self._received = None
 
     def free(self) -> None:
         """Frees the memory of the message until it is filled again."""
         self.flat.untyped_storage().resize_(0)
 
-    def set_average(self, parameter: nn.Parameter, view: Tensor) -> None:
-        """Sets an average that has arrived as a parameter's `grad`; `view` has the parameter's shape."""
+    def _set_average(self, parameter: nn.Parameter, view: Tensor) -> None:
         if not self.is_cast:
             parameter.grad = view
         elif parameter.grad is None or parameter.grad.is_sparse:
@@ -70,14 +134,14 @@ class GradientBucket:
         else:
             parameter.grad.copy_(view)
 
-    def fill(self, size: int, has_unbucketed: bool) -> None:
+    def _fill(self, size: int, has_unbucketed: bool) -> None:
         """Copies the divided gradients of this rank into the bucket; `grad` becomes the view at once.
 
         Dividing while copying costs no separate pass, and half precision does not overflow in the sum.
         """
         if not self.flat.untyped_storage().nbytes():
             self.flat.untyped_storage().resize_(self._nbytes)
-        self.is_complete = True
+        self._is_complete = True
         flags = []
         storage = self.flat.untyped_storage().data_ptr()
         for index, parameter in enumerate(self.parameters):
@@ -85,7 +149,7 @@ class GradientBucket:
             if view.untyped_storage().data_ptr() != storage:  # the user wrote `parameter.grad.data = ...`
                 view = self.views[index] = self.flat.as_strided(parameter.shape, *self._layouts[index])
             if gradient is None or gradient.is_sparse:
-                self.is_complete = False
+                self._is_complete = False
                 view.zero_()
                 # More than all dense ones together, also after rounding: bfloat16 cannot count beyond 256.
                 flags.append(0.0 if gradient is None else 2.0 * size)
@@ -101,7 +165,7 @@ class GradientBucket:
             torch.div(gradient.to(torch.promote_types(gradient.dtype, view.dtype)), size, out=view)
             if gradient is not view and not self.is_cast:
                 parameter.grad = view
-        if self.is_complete:
+        if self._is_complete:
             self.flags.fill_(1.0)  # no copy from the host, for which a GPU would stop
             self.flags[-1] = float(has_unbucketed)
         else:

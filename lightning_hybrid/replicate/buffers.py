@@ -77,6 +77,10 @@ class ReplicaBufferBroadcast:
             if flag == self._group.size():
                 buffers[name].copy_(total.view(buffers[name].shape) / flag)
 
+    def step_alone(self, is_local: bool) -> None:
+        """Leaves buffers as those of this rank, or shares them, from now on."""
+        self.is_local = is_local
+
     def after_step(self, *, averaged: bool) -> None:
         """Schedules the next broadcast after a step that ``averaged`` gradients, to which the next one does not add."""
         self._is_due = averaged

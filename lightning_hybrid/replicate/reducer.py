@@ -72,7 +72,7 @@ class GradientReducer:
         dtype: of the messages, in which gradients are summed; that of the parameters if None.
 
     Attributes:
-        compression: how a bucket is averaged; all-reduced as it is if None.
+        average: how a bucket is averaged; all-reduced as it is if None.
         is_local: whether gradients stay those of this rank: `arm` and `finish` do nothing.
         unaveraged: FQNs of parameters that got a gradient since the latest average, by their ids.
     """
@@ -101,7 +101,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self.observer = observer
-        self.compression: CompressedAverage | None = None
+        self.average: CompressedAverage | None = None
         self.is_local = False
         self.unaveraged: dict[int, str] = {}
         # Called with parameters whose averages have arrived, also in the backward; it may free their gradients.
@@ -128,6 +128,14 @@ class GradientReducer:
         """The flat tensors that are sent, one for each bucket; they are kept from the first batch on."""
         return [bucket.flat for bucket in self._buckets]
 
+    def compress(self, average: CompressedAverage) -> None:
+        """Sends messages in compressed form from now on."""
+        self.average = average
+
+    def step_alone(self, is_local: bool) -> None:
+        """Leaves gradients as those of this rank, or averages them, from now on."""
+        self.is_local = is_local
+
     def arm(self) -> None:
         """Announces that the gradients accumulated by the next backward are final.
 
@@ -146,13 +154,12 @@ class GradientReducer:
         self._has_gradient = bytearray(len(self._parameters))
         self._next = 0
         for bucket in self._buckets:
-            bucket.num_missing = 0
-            for index in bucket.indices:
-                # A frozen parameter accepts no hook, so the hook is registered in the first step that trains it.
-                if self._parameters[index].requires_grad:
-                    bucket.num_missing += 1
-                    if index not in self._hooks:
-                        self._hook(index)
+            # A frozen parameter accepts no hook, so the hook is registered in the first step that trains it.
+            trained = [index for index in bucket.indices if self._parameters[index].requires_grad]
+            bucket.arm(len(trained))
+            for index in trained:
+                if index not in self._hooks:
+                    self._hook(index)
         self._armed = True
 
     @torch.no_grad()
@@ -200,9 +207,7 @@ class GradientReducer:
         """Ends a backward that has failed on some rank, without averages; all ranks have launched the same messages."""
         self._armed = False
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-            bucket.work = bucket.received = None
+            bucket.abandon()
 
     def close(self) -> None:
         """Removes the hooks; the reducer cannot be used afterwards, the gradients stay."""
@@ -226,14 +231,14 @@ class GradientReducer:
         if bucket is None:
             return
         if self._has_gradient[index]:
-            if bucket.work is None and bucket.received is None:
+            if not bucket.is_launched:
                 return
             raise RuntimeError(
                 f"{self._names[index]} got another gradient after its average over the replicas had started; arm only"
                 " the last backward, and set use_reentrant=False where a checkpointed module shares this parameter"
             )
         self._has_gradient[index] = 1
-        bucket.num_missing -= 1
+        bucket.reached()
         if not bucket.num_missing:
             # Collectives match by their order, so a bucket that is full waits for the ones before it.
             while self._next < len(self._buckets) and not self._buckets[self._next].num_missing:
@@ -245,13 +250,9 @@ class GradientReducer:
         self._next += 1
         if self.observer is not None:
             self.observer.before_average(bucket.parameters)
-        bucket.fill(self._size, self._has_unbucketed)
-        if self.compression is None:
-            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
-        else:
-            names = [self._names[index] for index in bucket.indices]
-            bucket.work = self.compression.launch(names, bucket.views, bucket.flags)
-        if self.on_averages is not None and self.compression is None:
+        names = [self._names[index] for index in bucket.indices]
+        bucket.launch(self._group, names, self.average, has_unbucketed=self._has_unbucketed)
+        if self.on_averages is not None and self.average is None:
             for earlier in self._buckets[: self._next - 1]:  # what has arrived; waiting for more could wait for ever
                 if isinstance(earlier.work, dist.Work) and earlier.work.is_completed():
                     self._receive(earlier)
@@ -268,34 +269,19 @@ class GradientReducer:
         any_unbucketed = False
         sparse: dict[int, Tensor] = {}
         for bucket in buckets:
-            if bucket.received is None:
+            while (received := bucket.taken()) is None:
                 self._receive(bucket)
-            assert bucket.received is not None
-            any_unbucketed |= bucket.received[0]
-            sparse |= bucket.received[1]
-            bucket.received = None
+            any_unbucketed |= received[0]
+            sparse |= received[1]
         return any_unbucketed, sparse
 
     @torch.no_grad()
     def _receive(self, bucket: GradientBucket) -> None:
         """Waits for one bucket and sets its averages as `grad`."""
-        assert bucket.work is not None
-        bucket.work.wait()
-        bucket.work = None
-        sparse = {}
-        *flags, has_unbucketed = bucket.flags.tolist()
-        if bucket.is_cast or not bucket.is_complete or max(flags, default=0) > self._size:
-            for index, parameter, view, flag in zip(
-                bucket.indices, bucket.parameters, bucket.views, flags, strict=True
-            ):
-                if flag > 1.5 * self._size:
-                    sparse[index] = view
-                elif flag > 0:
-                    bucket.set_average(parameter, view)
-        bucket.received = has_unbucketed > 0, sparse
+        averaged = bucket.receive(self._size)
         if self.on_averages is not None:
-            self.on_averages([self._parameters[i] for i in bucket.indices if i not in sparse])
-            if not sparse and all(parameter.grad is None for parameter in bucket.parameters):
+            self.on_averages(averaged)
+            if len(averaged) == len(bucket.parameters) and all(p.grad is None for p in averaged):
                 bucket.free()
 
     def _average_sparse(self, found: dict[int, Tensor]) -> None:
@@ -431,14 +417,19 @@ class JointReducer:
             reducer.observer = observer
 
     @property
-    def is_local(self) -> bool:
-        """Whether gradients stay those of this rank."""
-        return self._reducers[0].is_local
+    def average(self) -> CompressedAverage | None:
+        """How buckets are averaged."""
+        return self._reducers[0].average
 
-    @is_local.setter
-    def is_local(self, is_local: bool) -> None:
+    def compress(self, average: CompressedAverage) -> None:
+        """Sends messages in compressed form from now on."""
         for reducer in self._reducers:
-            reducer.is_local = is_local
+            reducer.compress(average)
+
+    def step_alone(self, is_local: bool) -> None:
+        """Leaves gradients as those of this rank, or averages them, from now on."""
+        for reducer in self._reducers:
+            reducer.step_alone(is_local)
 
     @property
     def unaveraged(self) -> dict[int, str]:

@@ -85,6 +85,15 @@ class CompressedAverage:
             self.errors = dict(self._begun[2])
         self._begun = step, scale, dict(self.errors)
 
+    def feedback_kept(self) -> Callable[[], None]:
+        """Return a function that restores the feedback as it is now."""
+        errors = dict(self.errors)
+
+        def restore() -> None:
+            self.errors = dict(errors)
+
+        return restore
+
     def selects(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         """Whether the gradient of a parameter, here of this shape, is compressed in this step."""
         if not dtype.is_floating_point or not shape or not prod(shape) or not self._is_compressing():

@@ -46,7 +46,7 @@ from lightning_hybrid.strategies.run.run import RecordedBatch, Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.verify.records.record import describe_failure
+from lightning_hybrid.verify.record import describe_failure
 
 _UNKNOWN = RecordedBatch(None, 1)
 

@@ -1,19 +1,22 @@
-"""The private names of Lightning that this package uses, and the check that the installed version has them.
+"""The private names of Lightning and torch that this package uses, and the check that the installed versions have them.
 
 Lightning has no public hook for these: seeing which batches accumulate, joining the results of an evaluation over
-ranks, stopping all ranks after one batch. Each is checked when the strategy is imported, so that another version of
-Lightning is refused there and not in the middle of a run.
+ranks, stopping all ranks after one batch. Nor has torch for modes, hooks and process groups. Each is checked when the
+strategy is imported, so that another version is refused there and not in the middle of a run; what is imported
+by its name (``from torch.x import _y``) needs no check.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 # Private names by module (below `lightning.pytorch`), and by class where they are attributes.
 PYTORCH: dict[str, tuple[str, ...]] = {
@@ -76,10 +79,43 @@ FABRIC: dict[str, tuple[str, ...]] = {
     ),
     "utilities.optimizer": ("_optimizer_to_device", "_optimizers_to_device"),
 }
+# The same below `torch`, of modules that are loaded with it.
+TORCH: dict[str, tuple[str, ...]] = {
+    "_C": (
+        *("_DisableTorchDispatch", "_EnableTorchFunction", "_SetExcludeDispatchKeyGuard"),
+        *("_are_functorch_transforms_active", "_autograd", "_current_autograd_node", "_current_graph_task_id"),
+        *("_dispatch_has_kernel_for_dispatch_key", "_is_torch_function_enabled", "_is_torch_function_mode_enabled"),
+        *("_len_torch_function_stack", "_nn", "_swap_tensor_impl"),
+    ),
+    "_C._autograd": ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
+    "": ("_foreach_norm", "_pack_padded_sequence", "_scaled_mm"),
+    "autograd": ("_get_sequence_nr", "_profiler_enabled", "_unsafe_preserve_version_counter"),
+    "autograd:Variable": ("_execution_engine",),
+    "autograd.forward_ad": ("_current_level",),
+    "autograd.function": ("_SingleLevelFunction",),
+    "cuda.memory": ("_dump_snapshot",),
+    "distributed:ProcessGroup": ("_device_types", "_get_backend"),
+    "distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "distributed.device_mesh:DeviceMesh": ("_flatten",),
+    "distributed.distributed_c10d": (
+        *("_get_default_store", "_get_process_group_store", "_set_pg_timeout", "_update_default_pg"),
+    ),
+    "distributions:Distribution": ("_validate_args",),
+    "nn:Module": ("_apply", "_buffers", "_load_from_state_dict", "_modules", "_parameters"),
+    "nn.modules._functions:BackwardHookFunction": ("_backward_cls",),
+    "nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),
+    "nn.modules.conv": ("_ConvNd", "_ConvTransposeNd"),
+    "overrides": ("_get_current_function_mode_stack", "_pop_mode", "_push_mode"),
+    "serialization": ("_get_layout",),
+    ":Tensor": ("_backward_hooks", "_base", "_make_wrapper_subclass", "_nnz", "_version"),
+    "utils._python_dispatch": ("_disable_current_modes", "_get_current_dispatch_mode_stack"),
+    "utils.checkpoint": ("_CheckpointFrame",),
+    "utils.data:DataLoader": ("_get_iterator",),
+}
 
 
 def check_private_names() -> None:
-    """Check that Lightning has every private name that is used.
+    """Check that Lightning and torch have every private name that is used.
 
     Raises:
         ImportError: It lacks some; names them, and the installed version.
@@ -91,18 +127,29 @@ def check_private_names() -> None:
             f"lightning_hybrid uses private names that {pl.__name__} {version} does not have: {', '.join(missing)};"
             " install a version that pyproject.toml names: pip install 'lightning>=2.6,<2.7'"
         )
+    loaded = {path: names for path, names in TORCH.items() if _module_of("torch", path) in sys.modules}
+    if missing := list(_missing_names("torch", loaded)):
+        raise ImportError(
+            f"lightning_hybrid uses private names that torch {torch.__version__} does not have: {', '.join(missing)};"
+            " install a version that pyproject.toml names"
+        )
+
+
+def _module_of(package: str, path: str) -> str:
+    return f"{package}.{path.partition(':')[0]}".rstrip(".")
 
 
 def _missing_names(package: str, table: dict[str, tuple[str, ...]]) -> Iterator[str]:
     for path, names in table.items():
-        module_name, _, class_name = path.partition(":")
+        class_name = path.partition(":")[2]
         try:
-            owner: Any = importlib.import_module(f"{package}.{module_name}")
+            owner: Any = importlib.import_module(_module_of(package, path))
             owner = getattr(owner, class_name) if class_name else owner
         except (ImportError, AttributeError):
             yield f"{package}.{path}"
             continue
-        yield from (f"{package}.{path}.{name}" for name in names if not _has_name(owner, name))
+        where = f"{package}.{path}".rstrip(".")
+        yield from (f"{where}.{name}" for name in names if not _has_name(owner, name))
 
 
 def _has_name(owner: Any, name: str) -> bool:

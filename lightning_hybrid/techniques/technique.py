@@ -196,6 +196,23 @@ class Technique:
         """Connect it to the local shards of parameters."""
         return Active()
 
+    def connect(self, run: Any, optimization: Any) -> None:
+        """Connect it to the reducers and optimizers of a run."""
+
+    def steps_alone(self, run: Any) -> bool:
+        """Return whether the next step of each replica is its own: parameters and states of optimizers differ then."""
+        return False
+
+    def kept(self) -> Callable[[], None]:
+        """Return a function that restores what steps change of it, after one that is rolled back."""
+        return lambda: None
+
+    def carry(self, run: Any, gather: Callable[[Optimizer], dict[str, Any]]) -> None:
+        """Keep its state while the layout of a run changes; collective over the world.
+
+        ``gather`` returns the full state dict of an optimizer on the first rank.
+        """
+
     def step_in_user_step(self, run: Any, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Connect optimizers that the user's step calls; return those that step full parameters on every rank."""
         return []

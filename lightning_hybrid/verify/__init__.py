@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_hybrid.verify.experiment import Experiment
 from lightning_hybrid.verify.layouts import LAYOUTS, Layout, parse_layout
-from lightning_hybrid.verify.report import Report, table
-from lightning_hybrid.verify.verification import Verification, verify
+from lightning_hybrid.verify.verification import Report, Verification, table, verify
 
 __all__ = ["LAYOUTS", "Experiment", "Layout", "Report", "Verification", "parse_layout", "table", "verify"]

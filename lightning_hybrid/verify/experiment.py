@@ -7,20 +7,23 @@ import inspect
 import os
 import random
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from lightning_hybrid.checkpoint.convert import to_file
+from lightning_hybrid.checkpoint.folder import is_folder
+from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.records.record import Failure, RunRecord, RunRecorder, describe_failure
-from lightning_hybrid.verify.saved_values import saved_values
+from lightning_hybrid.verify.record import Failure, RunRecord, RunRecorder, describe_failure
 
 # How long a rank that failed waits for the other ranks to fail in the same way.
 _WAIT_SECONDS = 5.0
@@ -109,7 +112,7 @@ def namespace_of(module: Any) -> ModuleType:
 def run_once(
     experiment: Experiment, connection: Connection, *, perturbation: float = 0.0, only_first_step: bool = False
 ) -> RunRecord:
-    """Run an experiment once on this rank.
+    """Run an experiment once on this rank; a rank that fails while others still run raises its error.
 
     Args:
         experiment: The run.
@@ -119,25 +122,32 @@ def run_once(
 
     Returns:
         The record of this rank; a failure is recorded there, and not raised.
+
+    Raises:
+        RuntimeError: This rank failed and others still run.
     """
+    # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        return run_in_folder(folder, experiment, connection, perturbation, only_first_step)
+        observed = _run(folder, experiment, connection, perturbation, only_first_step)
+        if connection.devices > 1 and not _all_ended(connection.devices) and observed.failure is not None:
+            raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
+    return observed
 
 
-def run_in_folder(
-    folder: str,
-    experiment: Experiment,
-    connection: Connection,
-    perturbation: float = 0.0,
-    only_first_step: bool = False,
+def run_layout(experiment: Experiment, layout: Layout) -> RunRecord:
+    """Run an experiment on one rank of a layout, as `run_once`."""
+    return run_once(experiment, LayoutConnection(layout, experiment.num_microbatches))
+
+
+def _run(
+    folder: str, experiment: Experiment, connection: Connection, perturbation: float, only_first_step: bool
 ) -> RunRecord:
     """Run as `run_once`, with ``folder`` as the Trainer's root."""
     _seed(experiment.seed)
     recorder: Any = None
     fitted = False
     try:
-        module = experiment.make_module()
-        data = None if experiment.make_data is None else experiment.make_data()
+        module, data = _made(experiment)
         pl = namespace_of(module)
         recorder = recorder_of(pl, perturbation)
         with warnings.catch_warnings():
@@ -145,16 +155,17 @@ def run_in_folder(
                 warnings.simplefilter("ignore")  # warnings to the user are given once, under the layout
             arguments = _arguments(experiment, folder, only_first_step)
             arguments["callbacks"] = [*arguments.get("callbacks", ()), recorder]
-            trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
-            connection.connect(trainer, module)
+            trainer = _trainer(pl, connection, module, arguments)
             trainer.fit(module, **fit_arguments(pl, data))
             observed: RunRecord = recorder.finish(trainer, module)
-            if not only_first_step:
-                fitted = True
-                saved = _save(folder, trainer, module, observed) if experiment.resume else ""
-                _test_and_predict(pl, trainer, module, data, recorder)
+            if only_first_step:
+                connection.finish(observed)
+                return observed
+            fitted = True
+            saved = _save(folder, trainer, module, observed) if experiment.resume else ""
+            _test_and_predict(pl, trainer, module, data, recorder)
             connection.finish(observed)
-            if not only_first_step and saved:
+            if saved:
                 arguments["max_epochs"] = trainer.current_epoch + 1
                 _resume(experiment, connection, arguments, saved, observed)
         return observed
@@ -165,38 +176,23 @@ def run_in_folder(
         return observed
 
 
-def run_layout(experiment: Experiment, layout: Layout, connection: LayoutConnection | None = None) -> RunRecord:
-    """Run an experiment on one rank of a layout; a rank that fails while others still run raises its error.
+def _made(experiment: Experiment) -> tuple[Any, Any]:
+    """The module, and the data; None if the module defines its loaders."""
+    return experiment.make_module(), None if experiment.make_data is None else experiment.make_data()
 
-    Args:
-        experiment: The run.
-        layout: The layout to run under.
-        connection: Makes the strategy; a `LayoutConnection` by default.
 
-    Raises:
-        RuntimeError: This rank failed and others still run.
-    """
-    connection = connection or LayoutConnection(layout, experiment.num_microbatches)
-    # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
-    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        observed = run_in_folder(folder, experiment, connection)
-        if layout.devices > 1 and not _all_ended(layout.devices) and observed.failure is not None:
-            raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
-    return observed
+def _trainer(pl: ModuleType, connection: Connection, module: Any, arguments: dict[str, Any]) -> Any:
+    trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
+    connection.connect(trainer, module)
+    return trainer
 
 
 def _all_ended(world_size: int) -> bool:
     if not dist.is_initialized():
         return True  # no other rank can be waiting in a collective with this one
     store = dist.distributed_c10d._get_default_store()
-    end = time.monotonic() + _WAIT_SECONDS
-    count = store.add("verify/ended", 1)
-    while count < world_size:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-        count = store.add("verify/ended", 0)
-    return True
+    store.add("verify/ended", 1)
+    return wait_until(lambda: store.add("verify/ended", 0) >= world_size, _WAIT_SECONDS)
 
 
 def recorder_of(pl: ModuleType, perturbation: float = 0.0) -> Any:
@@ -222,8 +218,7 @@ def _resume(
 ) -> None:
     """Train one optimizer step more from a checkpoint, with a new module and Trainer; record the parameters."""
     _seed(experiment.seed)
-    module = experiment.make_module()
-    data = None if experiment.make_data is None else experiment.make_data()
+    module, data = _made(experiment)
     if experiment.precision == "64-true":
         module.double()  # Lightning loads weights before it makes the module one of float64
     pl = namespace_of(module)
@@ -231,8 +226,7 @@ def _resume(
     callbacks = [*arguments["callbacks"][:-1], recorder]
     limits = {"max_steps": -1, "limit_train_batches": arguments.get("accumulate_grad_batches", 1)}
     arguments = {**arguments, **limits, "limit_val_batches": 0, "callbacks": callbacks}
-    trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
-    connection.connect(trainer, module)
+    trainer = _trainer(pl, connection, module, arguments)
     trusted = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     try:
         trainer.fit(module, **fit_arguments(pl, data), ckpt_path=path, **trusted)
@@ -316,3 +310,41 @@ def fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
     if not isinstance(data, dict) or not data.keys() <= loading | _AFTER_FIT:
         return {"train_dataloaders": data}
     return {name: value for name, value in data.items() if name in loading}
+
+
+def saved_values(path: str, module: nn.Module, optimizers: list[Any]) -> dict[str, Tensor]:
+    """Tensors and numbers of a checkpoint, of any shapes, by what they are.
+
+    Args:
+        path: The file, or the folder of a distributed checkpoint.
+        module: The module that was saved, whose FQNs name the states of its parameters.
+        optimizers: Those that were saved.
+    """
+    if is_folder(path):
+        to_file(Path(path), Path(f"{path}.one"), weights_only=False)
+        path = f"{path}.one"
+    checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    values = dict(_named(checkpoint["state_dict"], ""))
+    for number, state in enumerate(checkpoint.get("optimizer_states", ())):
+        prefix = f"optimizer {number}: "
+        own = [p for group in getattr(optimizers[number], "param_groups", ()) for p in group["params"]]
+        for index, entries in state.get("state", {}).items():
+            known = isinstance(index, int) and index < len(own)
+            values.update(_named(entries, prefix, of=names.get(id(own[index])) if known else f"parameter {index}"))
+        for index, group in enumerate(state.get("param_groups", ())):
+            counted = {**group, "number of parameters": len(group["params"])}
+            del counted["params"]
+            values.update(_named(counted, prefix, of=f"group {index}"))
+    for number, state in enumerate(checkpoint.get("lr_schedulers", ())):
+        values.update(_named(state, f"scheduler {number}: "))
+    return values
+
+
+def _named(tree: Any, prefix: str, of: str | None = "") -> Iterator[tuple[str, Tensor]]:
+    if not isinstance(tree, Mapping):
+        return
+    for path, leaf in torch.utils._pytree.tree_flatten_with_path(dict(tree))[0]:
+        if isinstance(leaf, Tensor | float | int):
+            key = ".".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path)
+            yield f"{prefix}{key}{f' of {of}' if of != '' else ''}", torch.as_tensor(leaf).detach()

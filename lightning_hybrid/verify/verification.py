@@ -1,30 +1,106 @@
-"""Verification of layouts: runs the references and the layouts on processes, and compares the records."""
+"""Verification of layouts: runs the references and the layouts on processes, compares the records, and reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from lightning_hybrid.text import columns
+from lightning_hybrid.verify.compare import RESUMED, Difference, noise_by_parameter, unmoved
+from lightning_hybrid.verify.data import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.experiment import Experiment, run_layout
-from lightning_hybrid.verify.judge import Comparison, Judge
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.ranks import RanksFailed, run_ranks
-from lightning_hybrid.verify.records.compare import RESUMED, noise_by_parameter, unmoved
-from lightning_hybrid.verify.records.record import RunRecord
+from lightning_hybrid.verify.record import RunRecord
 from lightning_hybrid.verify.references import (
+    Comparison,
+    Judge,
     Reference,
     data_split_of,
     first_loss,
     run_pieces,
     run_plain,
 )
-from lightning_hybrid.verify.report import Report
 
 # An update that rounding alone changes by more, relative to its size, is compared weakly.
 _WEAK = 1e-2
+Outcome = Literal["same", "refused", "different", "failed"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The comparison of one layout with its reference.
+
+    Attributes:
+        layout: Name of the layout.
+        outcome: "same"; "refused" with a clear error before any parameter changed; "different"; or "failed".
+        message: One sentence that says why, for every outcome but "same".
+        first: The first value that differs.
+        num_differences: Number of values that differ.
+        steps: Number of training steps compared; of a failed run, those before the failure.
+        batch: Replicas, microbatches of each, and samples of a microbatch (0 if unknown).
+        num_parameters: Number of parameters whose updates were compared.
+        num_weak: Number of these whose updates rounding alone changes by more than 1 %.
+        floor: The largest relative noise floor of a parameter's update.
+        largest: Of the values that are the same but for rounding, the relative difference of the one nearest to its
+            limit.
+        limit: The relative difference up to which that value counts as the same.
+        notes: Further remarks for the user.
+        traceback: Of the error that ended a run which failed.
+    """
+
+    layout: str
+    outcome: Outcome
+    message: str = ""
+    first: Difference | None = None
+    num_differences: int = 0
+    steps: int = 0
+    batch: tuple[int, int, int] = (0, 0, 0)
+    num_parameters: int = 0
+    num_weak: int = 0
+    floor: float = 0.0
+    largest: float = 0.0
+    limit: float = 0.0
+    notes: tuple[str, ...] = field(default_factory=tuple)
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        """Outcome, message and notes as text."""
+        lines = [f"{self.layout}: {self.outcome}" + (f": {self.message}" if self.message else "")]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def passes(self, *, strict: bool = False) -> bool:
+        """Whether the outcome is acceptable: "same", or "refused" unless ``strict``."""
+        return self.outcome == "same" or (self.outcome == "refused" and not strict)
+
+
+def table(reports: list[Report]) -> str:
+    """Format all reports as a table."""
+    rows = [["layout", "outcome", "batch", "steps", "rounding", "why"]]
+    rows += [[r.layout, _outcome(r), _batch(r), str(r.steps), _rounding(r), r.message] for r in reports]
+    if not any(report.message for report in reports):
+        return "\n".join(columns([row[:-1] for row in rows]))
+    return "\n".join(columns(rows, wrapped=5))
+
+
+def _outcome(report: Report) -> str:
+    """The outcome; "same (weak)" if rounding alone changes more than half of the updates by more than 1 %."""
+    is_weak = report.outcome == "same" and 2 * report.num_weak > report.num_parameters
+    return f"{report.outcome}{' (weak)' * is_weak}"
+
+
+def _batch(report: Report) -> str:
+    """Replicas x microbatches x samples."""
+    return " x ".join(str(size or "?") for size in report.batch) if any(report.batch) else ""
+
+
+def _rounding(report: Report) -> str:
+    """The largest difference by rounding of values that are the same, and its limit."""
+    if not report.steps or report.outcome != "same":
+        return ""
+    return f"{report.largest:.1g}, limit {report.limit:.1g}" if report.limit else "none"
 
 
 class RunRanks(Protocol):

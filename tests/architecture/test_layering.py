@@ -37,8 +37,6 @@ FLOORS = [
     {"tensor/requests"},
     {"tensor/search"},
     {"tensor/shapes_only"},
-    {"verify/records"},
-    {"verify/one_process"},
     {"pipeline/runtime", "pipeline/results"},
     {"pipeline/loss_weights", "pipeline/side_effects"},
     {"pipeline"},
@@ -49,10 +47,10 @@ FLOORS = [
     {"strategies/user_code"},
     {"strategies/options"},
     {"strategies/world"},
-    {"strategies/logs", "strategies/start", "strategies/optimizer_steps"},
+    {"strategies/logs", "strategies/start", "strategies/optimizer_steps", "strategies/slow_links"},
     {"strategies/techniques"},
     {"strategies/run"},
-    {"strategies/slow_links", "strategies/out_of_memory"},
+    {"strategies/out_of_memory"},
     {"strategies/description"},
     {"strategies/execution"},
     {"strategies"},
@@ -189,7 +187,7 @@ def test_verification_knows_no_runner():
     graph = import_graph()
     rooms = {module: imported for module, imported in graph.items() if module[:1] == ("verify",)}
     known = set().union(*rooms.values())
-    oracle = {module for module in rooms if module[1:2] in (("one_process",), ("records",))}
+    oracle = {module for module in rooms if module[1:2] in (("plain",), ("pieces",), ("first_step",), ("compare",))}
     while more := {other for module in oracle for other in graph[module]} - oracle:
         oracle |= more
     assert oracle and not [module for module in known | oracle if module[0] in ("pipeline", "strategies")]

@@ -24,10 +24,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from harness.verification import call_quietly
 from lightning_hybrid.step.batch.split_batch_into_microbatches import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
-from lightning_hybrid.verify.experiment import LayoutConnection, run_layout
-from lightning_hybrid.verify.records.compare import compare
-from lightning_hybrid.verify.records.noise import perturb, perturbation
-from lightning_hybrid.verify.records.record import RunRecord
+from lightning_hybrid.verify.compare import compare
+from lightning_hybrid.verify.experiment import LayoutConnection, run_layout, run_once
+from lightning_hybrid.verify.record import RunRecord, perturb, perturbation
 
 PARITY, DRAWS, DEMOTED = "parity", "parity up to random draws", "demoted with parity"
 REFUSED, FAILED, DIFFERENT = "refused", "failed", "different"
@@ -208,8 +207,8 @@ class Checked:
 
     def _of_ddp(self, count: int, *, perturbed: bool = False) -> list[RunRecord]:
         if (count, perturbed) not in self._ddp:
-            arguments = self._experiment, DDP, _Replicas(count, perturbed)
-            ranks = self._worlds.run(DDP.devices, call_quietly, run_layout, arguments, timeout=self._timeout)
+            arguments = self._experiment, _Replicas(count, perturbed)
+            ranks = self._worlds.run(DDP.devices, call_quietly, run_once, arguments, timeout=self._timeout)
             failed = next((observed.failure for observed in ranks if observed.failure), None)
             if failed is not None:
                 raise RuntimeError(failed.message)
@@ -323,7 +322,7 @@ def observe_and_save(experiment: Experiment, layout: Layout, path: str) -> _OnRa
     connection = _Saving(layout, experiment.num_microbatches, path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        observed = run_layout(experiment, layout, connection)
+        observed = run_once(experiment, connection)
     return _OnRank(observed, [str(warning.message) for warning in caught])
 
 

@@ -226,7 +226,7 @@ def test_reducer_averages_in_compressed_form():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     reducer = GradientReducer(list(model.named_parameters()), dist.group.WORLD, bucket_bytes=500)
-    reducer.compression = CompressedAverage(Int8(Traffic()), dist.group.WORLD)
+    reducer.compress(CompressedAverage(Int8(Traffic()), dist.group.WORLD))
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
     local = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     exact = [mean_over_ranks(gradient, gradient) for gradient in local]
@@ -235,4 +235,4 @@ def test_reducer_averages_in_compressed_form():
     reducer.finish()
     for parameter, expected in zip(model.parameters(), exact, strict=True):
         assert float((parameter.grad - expected).abs().max()) < 0.02 * float(expected.abs().max())
-    assert set(reducer.compression.errors) == {"0.weight", "1.weight"}
+    assert set(reducer.average.errors) == {"0.weight", "1.weight"}

@@ -1,12 +1,14 @@
-"""Private names of Lightning: all that are used are listed, and a version without one is refused at import."""
+"""Private names of Lightning and torch: all that are used are listed; a version without one is refused at import."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_hybrid.strategies import private_names
-from lightning_hybrid.strategies.private_names import FABRIC, PYTORCH, check_private_names
+from lightning_hybrid.strategies.private_names import FABRIC, PYTORCH, TORCH, check_private_names
 
 PACKAGE = Path(private_names.__file__).parents[1]
 LISTED = {name for table in (PYTORCH, FABRIC) for names in table.values() for name in names}
@@ -86,3 +88,40 @@ def test_every_private_name_that_is_used_is_listed():
     unlisted = used - LISTED - OF_OTHERS - {name for source in sources for name in defined_here(source)}
     assert not unlisted, f"list {sorted(unlisted)} in strategies/private_names.py"
     assert {"_data_connector", "_call_strategy_hook", "_should_accumulate"} <= used  # the search finds some
+
+
+def test_a_missing_name_of_torch_is_named_with_the_version(monkeypatch):
+    monkeypatch.setitem(TORCH, "overrides", ("_gone",))
+    with pytest.raises(ImportError, match=f"torch {re.escape(torch.__version__)} does not have: torch.overrides._gone"):
+        check_private_names()
+
+
+def private_names_of_torch(source):
+    """Private names that are read of what the source imports from torch; an import that fails names them itself."""
+    tree, imported = ast.parse(source), {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            imported.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+        elif isinstance(node, ast.Import):
+            names = (alias for alias in node.names if alias.asname and alias.name.startswith("torch."))
+            imported.update({alias.asname: alias.name for alias in names})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            owner = ast.unparse(node.value).split(".")
+            if owner[0] in imported:
+                yield ".".join([imported[owner[0]], *owner[1:], node.attr])
+
+
+# Of modules that are loaded when a run compiles, and operators, which torch finds when they are called.
+LATE = ("torch._dynamo", "torch._inductor", "torch.ops.")
+# Modules that `import torch` loads; their names are public.
+MODULES = {"torch._ops", "torch.utils._pytree", "torch.distributed._functional_collectives"}
+MODULES |= {"torch._C._autograd", "torch._C._nn", "torch._C"}
+
+
+def test_every_private_name_of_torch_that_is_read_is_listed():
+    listed = {name for names in TORCH.values() for name in names}
+    read = {name for path in PACKAGE.rglob("*.py") for name in private_names_of_torch(path.read_text())} - MODULES
+    unlisted = {name for name in read if name.rpartition(".")[2] not in listed and not name.startswith(LATE)}
+    assert not unlisted, f"list {sorted(unlisted)} in strategies/private_names.py"
+    assert "torch._C._swap_tensor_impl" in read  # the search finds some

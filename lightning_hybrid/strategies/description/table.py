@@ -33,7 +33,6 @@ from lightning_hybrid.strategies.description.memory import (
     memory_of_stages,
 )
 from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.slow_links.connect import describe_slow_links
 from lightning_hybrid.text import columns, sized, spanned
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def describe_techniques(run: Run) -> list[str]:
         lines.append(f"offloaded: {', '.join(stores)}")
     if options.optimizer_in_backward and setting.is_fitting:
         lines.append("optimizer: each layer is stepped in the backward, and its gradients are freed")
-    return lines + describe_slow_links(setting.trainer)
+    return lines
 
 
 def _describe_layout(layout: ParallelLayout) -> str:

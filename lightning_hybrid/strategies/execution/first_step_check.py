@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
@@ -19,6 +20,7 @@ from torch import nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import FirstStepError
+from lightning_hybrid.patching import around
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
@@ -28,25 +30,25 @@ from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
 from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
-    from lightning_hybrid.verify.first_step_comparison import Verdict
-    from lightning_hybrid.verify.one_process.first_step import OneProcessResult, OneProcessStep, ReplicaInput
-    from lightning_hybrid.verify.one_process.mixing import Mixing
+    from lightning_hybrid.verify.first_step import OneProcessResult, OneProcessStep, ReplicaInput, Verdict
+    from lightning_hybrid.verify.steps import Mixing
 
 
-def print_once(rank: int) -> None:
-    """Let a ``FirstStepError`` that ends the process print its message alone, and on the first rank only.
+def printed_once(error: FirstStepError, rank: int) -> FirstStepError:
+    """Let an error, where it ends the process, print its message alone, and on the first rank only.
 
     All ranks raise the same one, and its tracebacks show no code of the user.
     """
-    before = sys.excepthook
 
-    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not isinstance(error, FirstStepError):
-            before(kind, error, trace)
+    def show(original: Callable[..., None], kind: type[BaseException], other: BaseException, trace: Any) -> None:
+        if not isinstance(other, FirstStepError):
+            original(kind, other, trace)
         elif rank == 0:
-            print(f"{kind.__name__}: {error}", file=sys.stderr)
+            print(f"{kind.__name__}: {other}", file=sys.stderr)
 
-    sys.excepthook = show
+    undo = around(sys, "excepthook", show, reason="an error of all ranks is printed once")
+    weakref.finalize(error, undo)  # the user's code may catch it
+    return error
 
 
 class FirstStepCheck:
@@ -75,7 +77,6 @@ class FirstStepCheck:
                 f"verify_first_step=True compares gradients before the optimizer steps, but {type(module).__name__}"
                 " uses manual optimization, which steps inside training_step; set verify_first_step=False"
             )
-        print_once(self._owner.setting.world.mesh.rank)
         self._start_over()
 
     def _start_over(self) -> None:
@@ -131,11 +132,12 @@ class FirstStepCheck:
                     failure = f"{type(error).__name__}: {error}"
         failure, gave_loss = world.broadcast((failure, gave_loss))
         if failure:
-            raise FirstStepError(
+            refusal = FirstStepError(
                 f"verify_first_step=True: the first step does not run in one process: {failure}. No parameter has"
                 " changed; set verify_first_step=False to train without this check",
                 entry="first-step-fails",
             )
+            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
         return bool(gave_loss)
 
     @contextlib.contextmanager
@@ -175,14 +177,15 @@ class FirstStepCheck:
         if too_large and not missing:
             rank_zero_info(f"the first step is verified one microbatch after the other: {too_large}")
         if missing:
-            raise FirstStepError(
+            refusal = FirstStepError(
                 f"{missing}. No parameter has changed. Verify a smaller model of the same code (fewer layers, a smaller"
                 " batch), or set verify_first_step=False",
                 entry="first-step-memory",
             )
+            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
-        from lightning_hybrid.verify.one_process.first_step import ReplicaInput
+        from lightning_hybrid.verify.first_step import ReplicaInput
 
         runner, mesh, device = self._owner.run.runner, self._owner.setting.world.mesh, self._owner.setting.device
         count = 1 if runner is None else runner.count("training_step", batch)
@@ -199,8 +202,7 @@ class FirstStepCheck:
         ]
 
     def _run_one_process(self, replica_inputs: list[ReplicaInput], rest: list[Any]) -> bool:
-        from lightning_hybrid.verify.one_process.first_step import OneProcessStep, StepCall, no_communication
-        from lightning_hybrid.verify.records.noise import perturbation_of_weights
+        from lightning_hybrid.verify.first_step import OneProcessStep, StepCall, no_communication
 
         setting, run = self._owner.setting, self._owner.run
         trainer, module = setting.trainer, setting.module
@@ -212,7 +214,6 @@ class FirstStepCheck:
                 device=setting.device,
                 splitter=None if run.runner is None else run.runner.splitter,
                 weight=setting.options.microbatch_weight,
-                perturbation=perturbation_of_weights(self._precision),
                 precision=self._precision,
                 runs_full_batch=self._full,
             )
@@ -229,7 +230,7 @@ class FirstStepCheck:
 
     @property
     def _precision(self) -> str:
-        from lightning_hybrid.verify.first_step_comparison import precision_of
+        from lightning_hybrid.verify.first_step import precision_of
 
         setting = self._owner.setting
         return precision_of(setting.mesh_precision.precision, list(setting.module.parameters()))
@@ -237,7 +238,7 @@ class FirstStepCheck:
     # -- the comparison -----------------------------------------------------------------------------------------------
 
     def _compare(self) -> None:
-        from lightning_hybrid.verify.first_step_comparison import compare_first_step
+        from lightning_hybrid.verify.first_step import compare_first_step
 
         setting, world, losses = self._owner.setting, self._owner.setting.world, self._losses
         assert losses is not None
@@ -265,16 +266,17 @@ class FirstStepCheck:
         )
         verdict = compare(reference)
         split = None if reference is None else reference.of_microbatches
-        if verdict.first is not None and world.broadcast(split is not None):
+        if verdict.first and world.broadcast(split is not None):
             of_microbatches = compare(split)  # an objective that mixes samples
-            verdict = of_microbatches if of_microbatches.first is None else verdict
+            verdict = verdict if of_microbatches.first else of_microbatches
         self._losses = self._reference = None
-        if verdict.first is not None:
-            raise FirstStepError(
+        if verdict.first:
+            refusal = FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
                 " layouts with one process; verify_first_step=False trains without this check",
                 entry="first-step-differs",
             )
+            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
         rank_zero_info(describe_verdict(verdict, self._precision))
         if reference is not None and reference.mixing is not None:
             self._warn_of_mixing(reference.mixing)

@@ -33,11 +33,6 @@ from lightning_hybrid.strategies.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.optimization import connect_optimizers
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
-from lightning_hybrid.strategies.slow_links.connect import (
-    carry_slow_links,
-    connect_slow_links,
-    replicas_step_by_themselves,
-)
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
@@ -80,9 +75,9 @@ class RunLifecycle:
         evaluated: Iterator[int],
     ) -> None:
         check_is_full(module)
-        silence_sync_dist_advice()
         is_fitting = trainer.state.fn == "fit"
         world, precision = strategy.world, strategy.precision_plugin
+        world.until_end.callback(silence_sync_dist_advice())
         options = with_cuts_of_checkpoint(trainer, strategy.options, world.layout)
         if (float8 := getattr(precision, "float8", None)) is not None:
             float8.check_layout(world.layout)
@@ -166,7 +161,8 @@ class RunLifecycle:
         self.state.follow(self.run, self.optimization)
         if made_states:
             self.state.optimizers.load(optimizers, states)
-        connect_slow_links(self.run, self.optimization)
+        for technique in self.run.techniques:
+            technique.connect(self.run, self.optimization)
         self._announce()
 
     @property
@@ -247,7 +243,7 @@ class RunLifecycle:
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None
-        differ = replicas_step_by_themselves(setting.trainer)
+        differ = any(technique.steps_alone(run) for technique in run.techniques)
         copies = self.state.optimizers.ranks_of_copies if differ else [range(setting.layout.world_size)]
         states = full_states(optimizers, partial(self.state.optimizers.full_state, of_each_copy=differ), copies)
         gradients = FullGradients(
@@ -259,7 +255,8 @@ class RunLifecycle:
             are_complete=self.gradients_are_complete,
             replicas="dp_shard" if differ else "data",
         )
-        carry_slow_links(run, self.state.optimizers.full_state)
+        for technique in run.techniques:
+            technique.carry(run, self.state.optimizers.full_state)
         for optimizer in optimizers:
             optimizer.state.clear()  # what it does is tried on a copy without any
         self.make_full(for_run=True)

@@ -95,7 +95,6 @@ class StepExecution:
 
     def _scheduled_step(self, args: Sequence[Any], runner: MicrobatchRunner, run_step: RunStep) -> Any:
         from lightning_hybrid.pipeline.step_runner_interface_and_results import TrainContext
-        from lightning_hybrid.strategies.slow_links.compression import keep_feedback
 
         setting, trainer = self._setting, self._setting.trainer
         accumulated = trainer.accumulate_grad_batches
@@ -113,7 +112,7 @@ class StepExecution:
             can_roll_back=runner.can_roll_back_step or is_guarded,
             summed_later=None if self.is_syncing or tied is None else tied.num_owners(),
         )
-        restore_feedback = keep_feedback(self._run, self._owner.optimization.reducers, runner.can_roll_back_step)
+        restores = [each.kept() for each in self._run.techniques] if runner.can_roll_back_step else []
         weight = setting.options.microbatch_weight
         weigh = None if weight is None else partial(weigh_by_count, count=weight, mesh=self._run.mesh)
         if (steps := self._owner.optimization.in_backward) is not None:
@@ -127,7 +126,8 @@ class StepExecution:
         except RankOutOfMemory as error:
             out_of_memory = error
         except StepBroken as broken:
-            restore_feedback()
+            for restore in restores:
+                restore()
             deposit.undo()
             broken.arguments = args
             raise
@@ -139,7 +139,8 @@ class StepExecution:
             self.fit.double(runner, args[0], out_of_memory)
             return self._scheduled_step(args, runner, run_step)
         if result.was_rolled_back:
-            restore_feedback()
+            for restore in restores:
+                restore()
             deposit.undo()
             return self._scheduled_step(args, runner, run_step)
         self._complete_gradients()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,15 +19,15 @@ from torchmetrics import Metric
 
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import keep_clean, replace, replaced
+from lightning_hybrid.patching import ignore_warnings, keep_clean, replace, replaced
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.recording.values_kept_on_modules import RecordedCall
 
 
-def silence_sync_dist_advice() -> None:
-    """Silence Lightning's advice to pass ``sync_dist=True``: logged values are the same on every rank already."""
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+def silence_sync_dist_advice() -> Callable[[], None]:
+    """Silence Lightning's advice to pass ``sync_dist=True``, until the undo: values are the same on every rank."""
+    return ignore_warnings(".*sync_dist=True.*", reason="logged values are the same on every rank")
 
 
 def log_for_all(

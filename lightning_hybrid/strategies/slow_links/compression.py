@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,20 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompression
-from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.slow_links.power_sgd import PowerSGD
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
-from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,
     local_states,
     save_states,
 )
-from lightning_hybrid.strategies.techniques.reducers import Reducers
 
 
-def connect_gradient_compression(callback: GradientCompression, run: Run, reducers: Reducers) -> None:
+def connect_gradient_compression(
+    callback: GradientCompression, run: Any, reducers: Mapping[Any, Any]
+) -> CompressedAverage:
     """Average gradients over replicas in compressed form, and keep the state of that in checkpoints."""
     setting, trainer = run.setting, run.setting.trainer
     method = callback.make_method()
@@ -46,38 +45,13 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
         full_shapes={name: full_shape(p) for name, p in setting.module.named_parameters()},
         step=None if getattr(precision, "scaler", None) is None else lambda: trainer.global_step,
     )
-    for reducer in reducers.values():
-        assert isinstance(reducer, GradientReducer)  # there are no experts
-        reducer.compression = average
-    for each in run.active.groups:
+    for each in (*reducers.values(), *run.active.groups):
         each.compress(average)
-    state = CompressionState(run, average, over_shards=over_shards)
-    state.load(callback.loaded)
-    callback.loaded = {}
-    callback.connect(state)
+    callback.connect(CompressionState(run, average, over_shards=over_shards))
+    return average
 
 
-def keep_feedback(run: Run, reducers: Reducers, can_roll_back: bool) -> Callable[[], None]:
-    """Return a function that restores the feedback as it is now, after a step that is rolled back."""
-    average = _average_of(run, reducers) if can_roll_back else None
-    if average is None:
-        return lambda: None
-    before = dict(average.errors)
-
-    def restore() -> None:
-        average.errors = dict(before)
-
-    return restore
-
-
-def _average_of(run: Run, reducers: Reducers) -> CompressedAverage | None:
-    for reducer in reducers.values():
-        if isinstance(reducer, GradientReducer) and reducer.compression is not None:
-            return reducer.compression
-    return next((group.messages.average for group in run.active.groups if group.messages.average is not None), None)
-
-
-def _copies_beside_other_parameters(run: Run) -> set[str]:
+def _copies_beside_other_parameters(run: Any) -> set[str]:
     """FQNs of parameters of which several ranks of a replica have copies, and other parameters beside these."""
     copies: set[str] = set()
     if run.plan is not None and run.plan.is_partitioned:
@@ -102,7 +76,7 @@ class CompressionState:
     each: the sum is what matters, since each rank adds its own to what it sends.
     """
 
-    def __init__(self, run: Run, average: CompressedAverage, *, over_shards: bool) -> None:
+    def __init__(self, run: Any, average: CompressedAverage, *, over_shards: bool) -> None:
         """Take the average of a run; ``over_shards`` tells that its ranks have different shards of gradients."""
         self._run, self._average, self._over_shards = run, average, over_shards
         # After a fit the module is full again, and feedback is not.
@@ -160,7 +134,7 @@ class CompressionState:
         method, group, errors = self._average.method, self._average.group, self._average.errors
         if isinstance(method, PowerSGD):
             device = self._run.setting.device
-            method.factors = {name: factor.to(device) for name, factor in state.get("factors", {}).items()}
+            method.factors.update((name, factor.to(device)) for name, factor in state.get("factors", {}).items())
         if not method.has_feedback:
             return
         entries = {name: {"feedback": value} for name, value in state.get("feedback", {}).items()}

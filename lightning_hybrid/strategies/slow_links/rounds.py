@@ -16,7 +16,6 @@ from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.patching import around
 from lightning_hybrid.slow_links.method import all_reduce_bytes
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.slow_links.states import (
     ParameterStates,
     local_states,
@@ -36,7 +35,7 @@ class LocalRounds(RunCallback):
         outer: The outer optimizer, of this rank's shards; None if parameters are averaged.
     """
 
-    def __init__(self, callback: LocalSGD, run: Run, optimization: Optimization) -> None:
+    def __init__(self, callback: LocalSGD, run: Any, optimization: Any) -> None:
         """Take the user's callback, and the run whose replicas step by themselves."""
         self._callback, self._run, self._optimization = callback, run, optimization
         self._trainer: Any = run.setting.trainer
@@ -59,8 +58,6 @@ class LocalRounds(RunCallback):
         undo = self._run.until_end
         undo.callback(self.enter(self._trainer))
         undo.callback(around(self._trainer, "save_checkpoint", self._save, reason="a checkpoint ends a round"))
-        self._load(self._callback.loaded)
-        self._callback.loaded = {}
         self._callback.connect(self)
         self._set_mode()
 
@@ -127,11 +124,11 @@ class LocalRounds(RunCallback):
         self._find_trained()
         is_local = self._was_local = self.is_local
         for reducer in self._optimization.reducers.values():
-            reducer.is_local = is_local
+            reducer.step_alone(is_local)
         for group in self._run.active.groups:
             group.messages.is_local = is_local
         if self._optimization.buffers is not None:
-            self._optimization.buffers.is_local = is_local
+            self._optimization.buffers.step_alone(is_local)
         if is_local and self.outer is not None:
             for name in self._parameters.keys() - self._begin.keys():
                 self._begin[name] = self._parameters[name].detach().clone()
@@ -240,7 +237,8 @@ class LocalRounds(RunCallback):
         saved = save_states(begin, self._run.setting.module, self._trained, gather) if self.outer is not None else {}
         return {"round": {"counts": counts, "trained": self._trained, "begin": saved}}
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over the state of a checkpoint, or of another layout with its round."""
         self._load_outer(state.get("outer", {}))
         if (begun := state.get("round")) is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.techniques.technique import Technique
@@ -53,4 +54,8 @@ def techniques_of(run: Any) -> tuple[Technique, ...]:
         from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 
         found.append(TensorParallel.of(run))
+    if trains and (callbacks := [each for each in setting.trainer.callbacks if isinstance(each, SlowLinkCallback)]):
+        from lightning_hybrid.strategies.slow_links.technique import SlowLinks
+
+        found.append(SlowLinks.of(callbacks))  # around no layer
     return tuple(found)

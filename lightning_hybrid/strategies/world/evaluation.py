@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_hybrid.collectives.arrivals import pauses
+from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.collectives.forbidden import collectives_forbidden
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import around, reduced_as, replace
+from lightning_hybrid.patching import around, ignore_warnings, reduced_as, replace, switch_class
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
@@ -40,11 +40,11 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bo
     """
     if mesh.size("data") == 1:
         return lambda: None
-    # Lightning's advice to evaluate on one device is about samples that are repeated.
-    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
     connector = trainer._data_connector
     undo = contextlib.ExitStack()
-    undo.callback(around(connector, "_resolve_sampler", _replica_sampler, reason=_REASON))
+    # Lightning's advice to evaluate on one device is about samples that are repeated.
+    undo.callback(ignore_warnings("Using `DistributedSampler` with the dataloaders.*", reason=_REASON))
+    undo.callback(around(connector, "_resolve_sampler", partial(_replica_sampler, undo), reason=_REASON))
     arrivals = _LoaderProgress(mesh, is_over)
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         joint = _LoopResults(trainer, loop, mesh, arrivals)
@@ -96,7 +96,9 @@ class _UserBatchSampler(BatchSampler):
     __reduce_ex__ = reduced_as(BatchSampler)
 
 
-def _replica_sampler(resolve: Callable[..., Any], dataloader: DataLoader[Any], *args: Any, **kw: Any) -> Any:
+def _replica_sampler(
+    undo: contextlib.ExitStack, resolve: Callable[..., Any], dataloader: DataLoader[Any], *args: Any, **kw: Any
+) -> Any:
     """Lightning's sampler, which in validation and test repeats no sample to make the replicas even.
 
     Raises:
@@ -105,7 +107,7 @@ def _replica_sampler(resolve: Callable[..., Any], dataloader: DataLoader[Any], *
     sampler = resolve(dataloader, *args, **kw)
     mode = kw.get("mode")
     if dataloader.batch_size is None and type(dataloader.batch_sampler) is BatchSampler:
-        dataloader.batch_sampler.__class__ = _UserBatchSampler
+        undo.callback(switch_class(dataloader.batch_sampler, _UserBatchSampler, reason="the user built it"))
     if sampler is dataloader.sampler or not isinstance(sampler, DistributedSampler) or mode not in _EVALUATION:
         return sampler
     samples: int = len(sampler.dataset)  # type: ignore[arg-type]
@@ -249,31 +251,27 @@ class _LoaderProgress:
         self._publish(f"at-{loader}", batch)
         known = list(counts)
         ranks = dist.get_process_group_ranks(self._mesh.group("data"))
-        waited_for = [position for position, count in enumerate(counts) if count == math.inf]
-        pause = pauses()
-        while waited_for and not self._is_over():
-            for position in list(waited_for):
-                end = self._published(f"end-{loader}", ranks[position])
-                if end is not None:
-                    known[position] = end
-                at = self._published(f"at-{loader}", ranks[position])
-                if end is not None or (at is not None and at >= batch):
-                    waited_for.remove(position)
-            if waited_for:
-                next(pause)
+
+        def has_come(position: int) -> bool:
+            end = self._published(f"end-{loader}", ranks[position])
+            known[position] = math.inf if end < 0 else end
+            return end >= 0 or self._published(f"at-{loader}", ranks[position]) >= batch
+
+        unknown = [position for position, count in enumerate(counts) if count == math.inf]
+        wait_until(lambda: all(map(has_come, unknown)), math.inf, self._is_over)
         return known
 
     def _publish(self, what: str, number: int) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             self._store.set(f"{what}-{self._mesh.rank}", f"{self._evaluation} {number}")
 
-    def _published(self, what: str, rank: int) -> int | None:
-        """Return the number that a rank has published in this evaluation."""
+    def _published(self, what: str, rank: int) -> int:
+        """Return the number that a rank has published in this evaluation; -1 if it has not."""
         key = f"{what}-{rank}"
         if not self._store.check([key]):
-            return None
+            return -1
         evaluation, number = map(int, self._store.get(key).split())
-        return number if evaluation == self._evaluation else None
+        return number if evaluation == self._evaluation else -1
 
 
 def _replica_log(metric: _ResultMetric) -> _ReplicaLog:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 import time
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.collectives.arrivals import pauses
+from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.errors import NotOnAllRanks
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
@@ -104,13 +105,9 @@ class RankFailures(RunCallback):
         return True
 
     def _all_reported(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
+        size = self._mesh.layout.world_size
         with contextlib.suppress(RuntimeError):
-            while self._store.add("failed", 0) < self._mesh.layout.world_size:
-                if time.monotonic() > end:
-                    return False
-                time.sleep(0.01)
-            return True
+            return wait_until(lambda: self._store.add("failed", 0) >= size, seconds)
         return False
 
     def _close(self, reason: str) -> None:
@@ -240,14 +237,15 @@ class Rendezvous:
         self._set_recorded(is_done=False)
         layout, here = self._mesh.layout, self._mesh.rank
         replica = [rank for rank in range(layout.world_size) if layout.data_rank(rank) == layout.data_rank(here)]
-        start, pause = time.monotonic(), pauses()
+
+        def have_all_failed() -> bool:
+            return all(self._outcome(rank) == (self._recorded, 0) for rank in replica)
+
+        def has_one_recorded() -> bool:
+            return is_over() or any(self._outcome(rank) >= (self._recorded, 1) for rank in replica)
+
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-            while waited_for := [rank for rank in replica if self._outcome(rank) != (self._recorded, 0)]:
-                is_done = any(self._outcome(rank) >= (self._recorded, 1) for rank in waited_for)
-                if is_done or is_over() or time.monotonic() - start > timeout.total_seconds():
-                    return True
-                next(pause)
-            return False
+            return not wait_until(have_all_failed, timeout.total_seconds(), has_one_recorded)
         return True
 
     def _set_recorded(self, *, is_done: bool) -> None:
@@ -324,25 +322,29 @@ class Rendezvous:
         self, what: str, timeout: timedelta, is_over: Callable[[], bool], ranks: Sequence[int], key: str, *, asks: bool
     ) -> dict[int, str] | None:
         """Wait until all ranks have arrived; returns those that do not come, with reasons; None after a failure."""
-        wanted, start, pause, is_told = self._met[key] * len(ranks), time.monotonic(), pauses(), False
+        wanted, start, is_told = self._met[key] * len(ranks), time.monotonic(), False
+        absent: dict[int, str] = {}
         arrived = self._store.add(f"arrived-{key}", 1)
-        while arrived < wanted:
-            if is_over():
-                return None
+
+        def is_decided() -> bool:
+            nonlocal absent, arrived, is_told
+            if arrived >= wanted or is_over():
+                return True
             waited = time.monotonic() - start
             missing = self._missing(ranks, key, asks=asks) if waited > _SECONDS_TO_ASK else {}
             if waited > timeout.total_seconds():
                 missing = {rank: why or f"have not come within {waited:.0f} s" for rank, why in missing.items()}
-            absent = {rank: why for rank, why in missing.items() if why}
             arrived = self._store.add(f"arrived-{key}", 0)  # after the progress, which is later
-            if arrived < wanted and absent:
-                return absent
+            if arrived < wanted:
+                absent = {rank: why for rank, why in missing.items() if why}
             if waited > _SECONDS_UNTIL_TOLD and not is_told:
                 is_told = True
                 told = f"rank {self._mesh.rank} has waited {waited:.0f} s for ranks {list(missing)} in {what}"
                 print(told, file=sys.stderr, flush=True)
-            next(pause)
-        return {}
+            return bool(absent) or arrived >= wanted
+
+        wait_until(is_decided, math.inf)
+        return {} if arrived >= wanted else absent or None
 
     def _missing(self, ranks: Sequence[int], key: str, *, asks: bool) -> dict[int, str]:
         """What ranks do that have not come; "" while they may still come."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.memory.saved_activations.requests import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.patching import ignore_warnings
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.auto_sizes import (
@@ -253,8 +253,6 @@ class RankedStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Join the process groups, and build the mesh."""
-        # Lightning tests tree specs as torch has deprecated; it would be said by each rank.
-        warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
         check_connections()
         check_device_precision(getattr(self.precision_plugin, "precision", ""), self.root_device)
         requested = self.options.process_group_backend
@@ -299,6 +297,9 @@ class RankedStrategy(ParallelStrategy):
         mesh = mesh or Mesh.build(layout, self.root_device.type, timeout)
         sizes = {"num_processes": self.num_processes, "num_nodes": self.num_nodes}
         self._world = RankWorld(layout, mesh, self.root_device, timeout, **sizes)
+        # Lightning tests tree specs as torch has deprecated; each rank would say so.
+        deprecated, reason = r".isinstance\(treespec, LeafSpec\). is deprecated", "Lightning calls it"
+        self._world.until_end.callback(ignore_warnings(deprecated, FutureWarning, reason=reason))
         module = self.lightning_module
         if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
             self._world.connect(module._trainer, module)

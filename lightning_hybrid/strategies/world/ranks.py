@@ -58,10 +58,11 @@ class RankWorld:
         self.timeout = timeout or default_pg_timeout
         self.num_processes, self.num_nodes = num_processes, num_nodes
         self.data_rank = layout.data_rank(mesh.rank)
-        self._user_world: ReplicaWorld | None = None
+        self._user_world = ReplicaWorld(mesh)
         self._failures: RankFailures | None = None
         self._in_step = False
         self._until_failure = contextlib.ExitStack()
+        self._until_failure.callback(self._user_world.restore_loaders)
         self.until_end = contextlib.ExitStack()
 
     def connect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -70,7 +71,6 @@ class RankWorld:
         for fqn, layer in module.named_modules():
             if (name_in_errors := getattr(layer, "name_in_errors", None)) is not None:  # an MoE layer
                 name_in_errors(fqn)
-        self._user_world = ReplicaWorld(self.mesh)
         self._until_failure.callback(self._user_world.wrap_hooks(trainer))
         self.until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))
         if self.layout.world_size > 1:
@@ -102,15 +102,15 @@ class RankWorld:
     @property
     def is_user_code(self) -> bool:
         """Whether code of the user runs now, and sees its own world."""
-        return self._user_world is not None and self._user_world.is_visible
+        return self._user_world.is_visible
 
     def as_user(self) -> AbstractContextManager[None]:
         """Enter the world that user code sees."""
-        return contextlib.nullcontext() if self._user_world is None else self._user_world.visible()
+        return self._user_world.visible()
 
     def as_launcher(self) -> AbstractContextManager[None]:
         """Enter the world of all ranks, below user code."""
-        return contextlib.nullcontext() if self._user_world is None else self._user_world.hidden()
+        return self._user_world.hidden()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -123,8 +123,7 @@ class RankWorld:
 
     def wrap_loader(self, dataloader: object) -> None:
         """Let the datasets, samplers and workers of a loader see the world of user code."""
-        if self._user_world is not None:
-            self._user_world.wrap_loader(dataloader)
+        self._user_world.wrap_loader(dataloader)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 
-from lightning_hybrid.collectives.arrivals import pauses
+from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
 from lightning_hybrid.strategies.world.callbacks import RunCallback
@@ -206,12 +205,7 @@ class GracefulStop:
 
     def _wait_for(self, name: str) -> bool:
         """Wait until another rank has set this key; return whether it did."""
-        end, pause = time.monotonic() + self._timeout.total_seconds(), pauses()
-        while not self._store.check([self._key(name)]):
-            if time.monotonic() > end or self._is_over():
-                return False
-            next(pause)
-        return True
+        return wait_until(lambda: self._store.check([self._key(name)]), self._timeout.total_seconds(), self._is_over)
 
     def _where(self) -> str:
         """Describe the batch that this rank is at."""

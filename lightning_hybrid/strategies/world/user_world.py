@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import around, reduced_as
+from lightning_hybrid.patching import around, reduced_as, switch_class
 from lightning_hybrid.strategies.user_code.hooks import LIBRARY_PREFIXES
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
@@ -39,7 +39,7 @@ class ReplicaWorld:
     def __init__(self, mesh: Mesh) -> None:
         self.is_visible = False
         self._runs_code: dict[tuple[str, int], bool] = {}
-        self._loaders: list[tuple[weakref.ref[DataLoader[Any]], type]] = []  # with the class that each had
+        self._loaders = contextlib.ExitStack()  # gives each its own class again
         self._loader_classes: dict[type, type] = {}  # by the user's own
         self._group = mesh.group("data")
         self._differs = mesh.size("data") < mesh.layout.world_size
@@ -74,9 +74,8 @@ class ReplicaWorld:
         os.environ.update((name, variables[name]) for name in self._launcher_environment)
 
     def wrap_hooks(self, trainer: Any) -> Callable[[], None]:
-        """Let the hooks that Lightning calls for this trainer see this world; return the undo for hooks and loaders."""
+        """Let the hooks that Lightning calls for this trainer see this world; return the undo."""
         stack = contextlib.ExitStack()
-        stack.callback(self._restore_loaders)
         if self._differs:
             for name in _CALLERS:
                 stack.callback(around(call, name, partial(self._call_hook, trainer), reason="hooks see their replicas"))
@@ -108,14 +107,12 @@ class ReplicaWorld:
         own = type(loader)
         if own not in self._loader_classes:
             self._loader_classes[own] = _visible_class(own, self.visible)
-        _set_class(self._loader_classes[own], loader)
-        self._loaders.append((weakref.ref(loader), own))
+        visible = self._loader_classes[own]
+        self._loaders.callback(switch_class(loader, visible, reason="datasets see their replicas"))
 
-    def _restore_loaders(self) -> None:
-        for reference, own in self._loaders:
-            if (loader := reference()) is not None:
-                _set_class(own, loader)
-        self._loaders.clear()
+    def restore_loaders(self) -> None:
+        """Give each loader its own class again."""
+        self._loaders.close()
 
 
 def _visible_class(own: Any, visible: Callable[[], AbstractContextManager[None]]) -> type:
@@ -151,10 +148,6 @@ def _bound_method(name: str, iterator: Any, visible: Callable[[], AbstractContex
             return method(this(), *args, **kwargs)
 
     return call_in_user_world
-
-
-def _set_class(kind: type, loader: DataLoader[Any]) -> None:
-    object.__setattr__(loader, "__class__", kind)  # Lightning notes what is set in the hooks that make loaders
 
 
 def _in_launcher_world(method: Callable[..., Any]) -> Callable[..., Any]:

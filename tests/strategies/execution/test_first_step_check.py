@@ -15,8 +15,8 @@ from harness.trainer_runs import trainer_of, weights_of
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.memory import free as memory
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
-from lightning_hybrid.strategies.execution.first_step_check import describe_verdict, print_once
-from lightning_hybrid.verify.first_step_comparison import Verdict
+from lightning_hybrid.strategies.execution.first_step_check import describe_verdict, printed_once
+from lightning_hybrid.verify.first_step import Verdict
 from models.tiny import FEATURES, Tiny, loader
 
 
@@ -301,7 +301,7 @@ class Manual(Tiny):
     ],
 )
 def test_line_says_how_many_gradients_are_weakly_checked(num_noise, precision, end):
-    assert describe_verdict(Verdict(None, 2e-8, 26, num_noise), precision).endswith(end)
+    assert describe_verdict(Verdict("", 2e-8, 26, num_noise), precision).endswith(end)
 
 
 @pytest.mark.world(1)
@@ -315,9 +315,12 @@ def test_manual_optimization_is_refused():
 def test_the_error_is_printed_once_and_without_traceback(monkeypatch, capsys, rank):
     shown = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error))
-    print_once(rank)
-    error, other = FirstStepError("they differ", entry="first-step-differs"), ValueError("another")
+    replaced = sys.excepthook
+    error = printed_once(FirstStepError("they differ", entry="first-step-differs"), rank)
+    other = ValueError("another")
     for one in (error, other):
         sys.excepthook(type(one), one, None)
     assert capsys.readouterr().err == ("" if rank else f"FirstStepError: {error}\n")
     assert shown == [(ValueError, other, None)]
+    del error, one
+    assert sys.excepthook is replaced

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,9 @@ from harness.checkpoint_runs import each_resumed
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import AdaScale, GoodputMonitor, GradientCompression, LocalSGD
-from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.slow_links.method import Traffic
 from lightning_hybrid.slow_links.quantized import TopK
-from lightning_hybrid.strategies.slow_links.compression import keep_feedback
 from models.regression import Sequential, StepsManually
 
 WIDTH = 16
@@ -399,11 +396,10 @@ def test_a_step_that_is_skipped_changes_nothing(worlds, layout):
 
 @pytest.mark.world(1)
 def test_feedback_is_restored_after_a_step_that_is_rolled_back():
-    reducer = GradientReducer([], dist.group.WORLD)
-    reducer.compression = CompressedAverage(TopK(Traffic(), 0.1), dist.group.WORLD)
-    reducer.compression.errors["a"] = before = torch.ones(2, 2)
-    restore = keep_feedback(SimpleNamespace(zero=None), {None: reducer}, can_roll_back=True)
-    reducer.compression.errors |= {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2)}
+    average = CompressedAverage(TopK(Traffic(), 0.1), dist.group.WORLD)
+    average.errors["a"] = before = torch.ones(2, 2)
+    restore = average.feedback_kept()
+    average.errors |= {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2)}
     restore()
-    assert list(reducer.compression.errors) == ["a"]
-    assert reducer.compression.errors["a"] is before
+    assert list(average.errors) == ["a"]
+    assert average.errors["a"] is before

@@ -20,10 +20,9 @@ from lightning_hybrid.patching import around
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, split_by_sizes
-from lightning_hybrid.verify.one_process.loaders import split_loader
-from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit, Piece, Pieces, joined
-from lightning_hybrid.verify.one_process.rows import is_batch_norm, rows_of_pieces
-from lightning_hybrid.verify.records.record import RunRecord, prediction_leaves
+from lightning_hybrid.verify.data import EVALUATIONS, DataSplit, Piece, Pieces, joined, split_loader
+from lightning_hybrid.verify.record import RunRecord, prediction_leaves
+from lightning_hybrid.verify.steps import has_batch_norm, rows_of_pieces
 
 
 class PlainRun:
@@ -50,7 +49,7 @@ class PlainRun:
         self._keyed, self._batch_norm = keyed, batch_norm
         self._evaluated = 0
         self._randomness: Any = None
-        self._latest_pieces: tuple[Any, list[Piece]] | None = None
+        self._latest: tuple[Any, list[Any]] = (self, [])  # a batch, and those of the replicas in its step
         self._shape = (0, 0, 0)
         self._numbers: set[str] = set()
         self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(data_split.replicas)]
@@ -64,17 +63,26 @@ class PlainRun:
             setattr(strategy, name, partial(self._logged_step, name))
         return strategy
 
-    def _logged_step(self, step: str, *args: Any) -> Any:
+    def _logged_step(self, step: str, batch: Any, *rest: Any) -> Any:
         """Run a step, and record the names of the plain numbers that it logs."""
 
-        def log(original: Any, name: str, value: Any, *rest: Any, **kwargs: Any) -> Any:
+        def log(original: Any, name: str, value: Any, *others: Any, **kwargs: Any) -> Any:
             if not isinstance(value, Metric):
                 self._numbers.add(name)
-            return original(name, value, *rest, **kwargs)
+            return original(name, value, *others, **kwargs)
 
         undo = around(self._module, "log", log, reason="the reference")
         try:
-            return self._step(step, *args)
+            loader = None if step == "training_step" else rest[1] if len(rest) > 1 else 0
+            batches = self._batches(step, batch, loader)
+            pieces, number = self._pieces.of(step, batches, self._number), self._number
+            if loader is None:
+                samples = max((batch_size_of(piece.batch) or 0 for piece in pieces), default=0)
+                self._shape = max(self._shape, (len(batches), len(pieces) // len(batches), samples))
+            else:
+                self._evaluated += 1
+                number = -1 - self._evaluated
+            return self._step(step, batches, pieces, number, batch, *rest)
         finally:
             undo()
 
@@ -93,7 +101,7 @@ class PlainRun:
     def finish(self, observed: RunRecord) -> None:
         """Add what the steps have logged and predicted, and how the layout splits batches."""
         observed.batch, observed.step_numbers = self._shape, self._numbers
-        observed.has_batch_norm = any(is_batch_norm(layer) for layer in self._module.modules())
+        observed.has_batch_norm = has_batch_norm(self._module)
         if self._data_split.replicas > 1:
             observed.replica_predictions = [prediction_leaves(list(each.values())) for each in self._predicted]
 
@@ -102,58 +110,31 @@ class PlainRun:
         """Number of the latest training batch."""
         return int(self._trainer.fit_loop.epoch_loop.total_batch_idx)
 
-    def _step(self, name: str, batch: Any, *rest: Any) -> Any:
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _step(self, name: str, batches: list[Any], pieces: list[Piece], number: int, batch: Any, *rest: Any) -> Any:
         """Run a step of Lightning's, with the random numbers and the statistics of the layout's microbatches."""
-        plain, is_training, number = self._plain[name], name == "training_step", self._number
-        loader = None if is_training else (rest[1] if len(rest) > 1 else 0)
-        pieces = self._pieces_of(name, batch, number, loader)
-        if not is_training:
-            self._evaluated += 1
-            number = -1 - self._evaluated
-        if name == "predict_step" and self._data_split.replicas > 1:
-            return self._predict(plain, batch, rest, number, pieces)
+        plain, rows = self._plain[name], joined(pieces, [None] * len(batches))
+        if name == "predict_step" and len(self._predicted) > 1:
+            return self._kept(self._predict(plain, batch, rest, number, rows), rest)
         # Where the module calls its backwards itself, each batch is one microbatch, and draws what one process draws.
-        is_split = self._module.automatic_optimization or not is_training
-        rows = joined(pieces, [None] * (1 + pieces[-1].replica))
+        is_split = self._module.automatic_optimization or name != "training_step"
         with self._as_in_layout(number, rows) if is_split else contextlib.nullcontext():
             return plain(batch, *rest)
 
-    def _predict(self, plain: Any, batch: Any, rest: Sequence[Any], number: int, pieces: Sequence[Piece]) -> Any:
-        """Run a prediction on the samples of each replica; return the first one's."""
-        rows, loader = joined(pieces, [None] * (1 + pieces[-1].replica)), rest[1] if len(rest) > 1 else 0
+    def _predict(self, plain: Any, batch: Any, rest: Sequence[Any], number: int, rows: Sequence[Piece]) -> list[Any]:
+        """Run a prediction on the samples of each replica."""
+        predicted = []
         for own, part in zip(rows, split_by_sizes(batch, [sum(own.sizes) for own in rows]), strict=True):
             with self._as_in_layout(number, [own]):
-                predicted = plain(part, *rest)
-            self._predicted[own.replica].setdefault(loader, []).append(predicted)
-        return self._predicted[0][loader][-1]
+                predicted.append(plain(part, *rest))
+        return predicted
 
-    # -- what the layout does to a batch ------------------------------------------------------------------------------
-
-    def _pieces_of(self, name: str, batch: Any, number: int, loader: int | None) -> list[Piece]:
-        """The microbatches of a batch; a closure that is called again gets the same."""
-        if self._latest_pieces is not None and self._latest_pieces[0] is batch:
-            return self._latest_pieces[1]
-        batches = [batch] if self._data_split.replicas == 1 else self._drawn(name, loader)
-        pieces = self._pieces.of(name, batches, number)
-        self._latest_pieces = batch, pieces
-        if name == "training_step":
-            samples = max((batch_size_of(piece.batch) or 0 for piece in pieces), default=0)
-            self._shape = max(self._shape, (len(batches), len(pieces) // len(batches), samples))
-        return pieces
-
-    def _drawn(self, name: str, loader: int | None) -> list[Any]:
-        """The batches of the replicas that are joined in this step, as their loaders gave them."""
-        trainer = self._trainer
-        fit = trainer.fit_loop
-        loops = {"training_step": fit, "test_step": trainer.test_loop, "predict_step": trainer.predict_loop}
-        combined = loops.get(name, fit.epoch_loop.val_loop)._combined_loader
-        sources = combined.flattened if loader is None else [combined.flattened[loader]]
-        rows = [source.pending.popleft() for source in sources if source.pending]
-        if loader is not None:
-            return [batch for batch in rows[0] if batch is not None]
-        return [
-            torch.utils._pytree.tree_unflatten([row[i] for row in rows], combined._spec) for i in range(len(rows[0]))
-        ]
+    def _kept(self, predictions: Sequence[Any], rest: Sequence[Any]) -> Any:
+        """Keep the predictions of the replicas; return the first one's."""
+        for own, predicted in zip(self._predicted, predictions, strict=False):
+            own.setdefault(rest[1] if len(rest) > 1 else 0, []).append(predicted)
+        return predictions[0]
 
     @contextlib.contextmanager
     def _as_in_layout(self, number: int, pieces: Sequence[Piece]) -> Iterator[None]:
@@ -166,3 +147,29 @@ class PlainRun:
             before = GeneratorStates(self._randomness.device)
             yield
             self.moved_generators |= keyed is None and not before.are_unchanged()
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def _batches(self, name: str, batch: Any, loader: int | None) -> list[Any]:
+        """The batches of the replicas in this step; a closure that is called again gets the same."""
+        if self._data_split.replicas == 1:
+            return [batch]
+        if self._latest[0] is not batch:
+            self._latest = batch, self._drawn(name, batch, loader)
+        return self._latest[1]
+
+    def _drawn(self, name: str, batch: Any, loader: int | None) -> list[Any]:
+        """The batches of the replicas as their loaders gave them; without replicas that have none left."""
+        trainer = self._trainer
+        loops = {
+            "training_step": trainer.fit_loop,
+            "test_step": trainer.test_loop,
+            "predict_step": trainer.predict_loop,
+        }
+        combined = loops.get(name, trainer.fit_loop.epoch_loop.val_loop)._combined_loader
+        sources = combined.flattened if loader is None else [combined.flattened[loader]]
+        nothing = [None] * self._data_split.replicas
+        rows = zip(*(source.pending.popleft() if source.pending else nothing for source in sources), strict=True)
+        if loader is None:
+            return [torch.utils._pytree.tree_unflatten(list(row), combined._spec) for row in rows]
+        return [each for (each,) in rows if each is not None]

@@ -1,15 +1,15 @@
-"""Callbacks for slow links, connected to a run; layouts and options with which they are not defined are refused."""
+"""Slow links as a technique: a callback of the user in a run, and what it does not go with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
-from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
+from lightning_hybrid.callbacks.slow_link_callbacks import Gather, GradientCompression, LocalSGD, SlowLinkCallback
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.optimizers.trial import (
     INDEPENDENT,
@@ -17,45 +17,71 @@ from lightning_hybrid.optimizers.trial import (
     combines_parameters,
 )
 from lightning_hybrid.precision.message_dtypes import message_dtypes
-from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.slow_links.compression import connect_gradient_compression
+from lightning_hybrid.strategies.slow_links.rounds import LocalRounds
+from lightning_hybrid.techniques.technique import Technique
 
 if TYPE_CHECKING:
-    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
+    from lightning_hybrid.slow_links.average import CompressedAverage
 
 
-def connect_slow_links(run: Run, optimization: Optimization) -> None:
-    """Connect the callbacks of the user for slow links between replicas.
+class SlowLinks(Technique):
+    """What a callback of the user sends between replicas in place of gradients: less, or seldom."""
 
-    Raises:
-        LayoutError: The layout, or an option, does not go with one of them.
-    """
-    callbacks: list[Any] = list(run.setting.trainer.callbacks)  # type: ignore[attr-defined]
-    found = [callback for callback in callbacks if isinstance(callback, SlowLinkCallback)]
-    if len(found) > 1:
-        names = " and ".join(type(callback).__name__ for callback in found)
-        raise LayoutError(
-            f"{names} are both in Trainer(callbacks=...); keep one of the two: LocalSGD sends no gradients, and"
-            " GradientCompression sends them in every step",
-            entry="slow-links",
-        )
-    if not found:
-        return
-    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
-    from lightning_hybrid.strategies.slow_links.compression import connect_gradient_compression
-    from lightning_hybrid.strategies.slow_links.rounds import LocalRounds
+    def __init__(self, callback: SlowLinkCallback) -> None:
+        self._callback = callback
+        self._average: CompressedAverage | None = None  # of gradients, if that is what it sends
 
-    for callback in found:
+    @classmethod
+    def of(cls, callbacks: Sequence[SlowLinkCallback]) -> SlowLinks:
+        """Make it for the callbacks of a trainer.
+
+        Raises:
+            LayoutError: There are two.
+        """
+        if len(callbacks) > 1:
+            names = " and ".join(type(callback).__name__ for callback in callbacks)
+            raise LayoutError(
+                f"{names} are both in Trainer(callbacks=...); keep one of the two: LocalSGD sends no gradients, and"
+                " GradientCompression sends them in every step",
+                entry="slow-links",
+            )
+        return cls(callbacks[0])
+
+    def connect(self, run: Any, optimization: Any) -> None:
+        """Connect the callback to the reducers and optimizers of a run.
+
+        Raises:
+            LayoutError: The layout, or an option, does not go with it.
+        """
+        callback = self._callback
         if isinstance(callback, GradientCompression):
             check_gradient_compression(callback, run)
-            connect_gradient_compression(callback, run, optimization.reducers)
+            self._average = connect_gradient_compression(callback, run, optimization.reducers)
         elif isinstance(callback, LocalSGD):
             check_local_sgd(callback, run)
             rounds = LocalRounds(callback, run, optimization)
             check_outer_optimizer(rounds.outer, run)
             rounds.connect()
 
+    def kept(self) -> Callable[[], None]:
+        """Return a function that restores the feedback as it is now."""
+        return super().kept() if self._average is None else self._average.feedback_kept()
 
-def check_gradient_compression(callback: GradientCompression, run: Run) -> None:
+    def steps_alone(self, run: Any) -> bool:
+        """Return whether the next step of each replica is its own."""
+        return self._callback.is_local(run.setting.trainer.global_step)
+
+    def carry(self, run: Any, gather: Gather) -> None:
+        """Keep the state of the callback while the layout of a run changes."""
+        self._callback.carry(gather, run.setting.world.broadcast)
+
+    def lines(self, run: Any) -> list[str]:
+        """Return its line of the start table."""
+        return [self._callback.description]
+
+
+def check_gradient_compression(callback: GradientCompression, run: Any) -> None:
     """Refuse layouts and options for which compressed averages are not defined.
 
     Raises:
@@ -83,7 +109,7 @@ def check_gradient_compression(callback: GradientCompression, run: Run) -> None:
         )
 
 
-def check_local_sgd(callback: LocalSGD, run: Run) -> None:
+def check_local_sgd(callback: LocalSGD, run: Any) -> None:
     """Refuse layouts and options with which replicas cannot step by themselves.
 
     Raises:
@@ -122,7 +148,7 @@ def check_local_sgd(callback: LocalSGD, run: Run) -> None:
             f" {option} out{', or set warmup_steps=1' if option == 'verify_first_step' else ''}",
             entry="slow-links",
         )
-    for other in setting.trainer.callbacks:  # type: ignore[attr-defined]
+    for other in setting.trainer.callbacks:
         if isinstance(other, StochasticWeightAveraging | WeightAveraging):
             raise LayoutError(
                 f"{name} and {type(other).__name__}: replicas would average parameters that differ; remove one of the"
@@ -131,7 +157,7 @@ def check_local_sgd(callback: LocalSGD, run: Run) -> None:
             )
 
 
-def check_outer_optimizer(outer: Optimizer | None, run: Run) -> None:
+def check_outer_optimizer(outer: Optimizer | None, run: Any) -> None:
     """Refuse an outer optimizer that reads more than a rank of a replica holds.
 
     Raises:
@@ -154,12 +180,12 @@ def check_outer_optimizer(outer: Optimizer | None, run: Run) -> None:
     )
 
 
-def _sharded_by(run: Run) -> str:
+def _sharded_by(run: Any) -> str:
     """Return the option by which replicas hold shards; "" if they do not."""
     return next((technique.option for technique in run.techniques if technique.shardings), "")
 
 
-def _refuse_experts_and_gradient_noise(name: str, run: Run) -> None:
+def _refuse_experts_and_gradient_noise(name: str, run: Any) -> None:
     size = run.setting.layout.expert_parallel_size
     if size > 1:
         raise LayoutError(
@@ -167,7 +193,7 @@ def _refuse_experts_and_gradient_noise(name: str, run: Run) -> None:
             " set expert_parallel_size=1, or remove the callback",
             entry="slow-links",
         )
-    for other in run.setting.trainer.callbacks:  # type: ignore[attr-defined]
+    for other in run.setting.trainer.callbacks:
         if isinstance(other, GradientNoise):
             observer = type(other).__name__
             raise LayoutError(
@@ -175,25 +201,3 @@ def _refuse_experts_and_gradient_noise(name: str, run: Run) -> None:
                 " made; remove one of the two callbacks",
                 entry="slow-links",
             )
-
-
-def carry_slow_links(run: Run, gather: Callable[[Optimizer], dict[str, Any]]) -> None:
-    """Keep the states of these callbacks while the layout of a run changes; collective over the world.
-
-    ``gather`` returns the full state dict of an optimizer on the first rank.
-    """
-    for callback in run.setting.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, SlowLinkCallback):
-            callback.carry(gather, run.setting.world.broadcast)
-
-
-def replicas_step_by_themselves(trainer: Any) -> bool:
-    """Whether the next step of each replica is its own, so that parameters and states of optimizers differ."""
-    found = (callback for callback in trainer.callbacks if isinstance(callback, SlowLinkCallback))
-    return any(callback.is_local(trainer.global_step) for callback in found)
-
-
-def describe_slow_links(trainer: Any) -> list[str]:
-    """Return the lines of the start table for these callbacks."""
-    callbacks = (callback for callback in trainer.callbacks if isinstance(callback, SlowLinkCallback))
-    return [callback.description for callback in callbacks]

@@ -1,7 +1,8 @@
 """The reference in pieces: plain Lightning in one process, which calls the user's step once per replica or microbatch.
 
 This defines the numbers of objectives that mix samples: the mean of the gradients of the pieces, as in gradient
-accumulation. Nothing of it is the pipeline's; what steps log and leave on the module is joined here.
+accumulation. Nothing of it is the pipeline's; what steps log is joined here, and lists on the module have an entry per
+piece.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,20 +26,19 @@ from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetric
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
-from lightning_hybrid.verify.one_process.gradients import PieceGradients
-from lightning_hybrid.verify.one_process.loaders import ReplicaLoader
-from lightning_hybrid.verify.one_process.mixing import Mixing, mixing_of, rounding_of
-from lightning_hybrid.verify.one_process.module_state import MicrobatchEffects, ReplicaStates, without_side_effects
-from lightning_hybrid.verify.one_process.pieces import DataSplit, Piece, full_piece, joined
-from lightning_hybrid.verify.one_process.plain_run import PlainRun
-from lightning_hybrid.verify.records.record import RunRecord
+from lightning_hybrid.verify.data import DataSplit, Piece, joined
+from lightning_hybrid.verify.plain import PlainRun
+from lightning_hybrid.verify.record import RunRecord
+from lightning_hybrid.verify.state import ReplicaStates, ShareStates, without_side_effects
+from lightning_hybrid.verify.steps import Mixing, PieceGradients, mixing_of, rounding_of
 
 # The arguments of ``log`` after the name and the value, by position.
 _LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 @dataclass
-class _Logged:
+class _LogCall:
     """One call of ``log`` in a step.
 
     Attributes:
@@ -65,19 +65,35 @@ class _Logged:
         """The number over these pieces, by position; NaN if none of them has logged it."""
         values = {position: self.values[position] for position in pieces if position in self.values}
         each = list(values.values())
-        if isinstance(self.what, Metric) or self.origin is not None:
+        if not each or isinstance(self.what, Metric) or self.origin is not None:
             return each[0] if each else math.nan  # that of the batch already
-        if isinstance(self.what, Tensor) and not (self.what.is_floating_point() or self.what.is_complex()):
-            return sum(each)
-        how = self.how if self.how in ("max", "min", "sum") else ""
-        if not isinstance(self.what, Tensor):
+        how = self.how
+        if isinstance(self.what, Tensor):
+            is_whole = not (self.what.is_floating_point() or self.what.is_complex())
+            how = "sum" if is_whole else how
+        else:
             counts = [(value, samples[position] or 0) for position, value in values.items()]
-            if self.how == "sum" and all(v == n or (n > 1 and v % n == 0) for v, n in counts) and any(each):
-                how = "sum"
-            elif len(set(each)) == 1:
-                how = "max"
-        weights = [pieces[position].weight for position in values]
-        return _reduced(how, each, weights) if each else math.nan
+            are_counts = all(v == n or (n > 1 and v % n == 0) for v, n in counts) and any(each)
+            how = "max" if len(set(each)) == 1 and not (how == "sum" and are_counts) else how
+        return _reduced(how, each, [pieces[position].weight for position in values])
+
+    def log(self, module: Any, name: str, replicas: Sequence[Mapping[int, Piece]], sizes: Sequence[int | None]) -> None:
+        """Log the number once: over the pieces of each replica, then over the replicas that have logged it."""
+        values = [(self.over(own, sizes), sum(p.weight for p in own.values())) for own in replicas]
+        values = [(value, weight) for value, weight in values if value == value]
+        value = _reduced(self.how, *map(list, zip(*values, strict=True))) if values else math.nan
+        kwargs = dict(self.kwargs)
+        if self.sizes:
+            kwargs["batch_size"] = sum(self.sizes.values())
+        elif None not in sizes:
+            kwargs["batch_size"] = sum(size or 0 for size in sizes)
+        if isinstance(self.what, Metric):
+            self.what._forward_cache = None if value != value else torch.tensor(value)  # type: ignore[assignment]
+            module.log(name, self.what, **kwargs)
+        else:
+            default = torch.get_default_dtype()
+            dtype = torch.promote_types(self.what.dtype, default) if isinstance(self.what, Tensor) else default
+            module.log(name, torch.tensor(value, dtype=dtype), **kwargs)
 
 
 class PiecesRun(PlainRun):
@@ -105,7 +121,6 @@ class PiecesRun(PlainRun):
         """
         super().__init__(data_split, **draws)
         self._full_training, self._full_evaluation, self._precision = full_training, full_evaluation, precision
-        self._latest_batches: tuple[Any, list[Any]] | None = None
         self._losses: dict[int, list[float]] = {}
         self._observed = RunRecord()  # until the run ends; then the recorder's, to which a resumed step may add
 
@@ -121,23 +136,36 @@ class PiecesRun(PlainRun):
         observed.replica_losses = list(self._losses.values())
         observed.replica_buffers = self._replicas.buffers()
 
+    def _drawn(self, name: str, batch: Any, loader: int | None) -> list[Any]:
+        """The batch of the first replica, which Lightning has transferred, and those of the others."""
+        _, *others = super()._drawn(name, batch, loader)
+        converted = []
+        for other in others:
+            other = self._strategy.precision_plugin.convert_input(other)
+            other = self._module._on_before_batch_transfer(other, dataloader_idx=loader or 0)
+            converted.append(self._strategy.batch_to_device(other, dataloader_idx=loader or 0))
+        return [batch, *converted]
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _step(self, name: str, batch: Any, *rest: Any) -> Any:
-        if name == "training_step":
-            return self._training_step(batch, *rest)
-        return self._evaluation_step(name, batch, *rest)
-
-    def _training_step(self, batch: Any, *rest: Any) -> Any:
-        batches = self._batches(batch, self._trainer.fit_loop._combined_loader, None)
-        if not self._module.automatic_optimization:
+    def _step(self, name: str, batches: list[Any], pieces: list[Piece], number: int, batch: Any, *rest: Any) -> Any:
+        if name == "training_step" and not self._module.automatic_optimization:
             return self._plain["training_step"](join_batches(batches), *rest)
-        pieces = self._split("training_step", batches)
-        samples = max(size or 0 for size in sizes_of([piece.batch for piece in pieces]))
-        self._shape = max(self._shape, (len(batches), len(pieces) // len(batches), samples))
+        if self._full_training if name == "training_step" else self._full_evaluation:
+            pieces = joined(pieces, batches)
+        if name == "training_step":
+            return self._training_step(batches, pieces, *rest)
+        outputs = self._run(name, pieces, rest, number, lambda _, output: output)
+        if name != "predict_step":
+            return _join(outputs, pieces)
+        owners = range(len(batches))
+        own = [[i for i, piece in enumerate(pieces) if piece.replica == replica] for replica in owners]
+        return self._kept([_join([outputs[i] for i in each], [pieces[i] for i in each]) for each in own], rest)
+
+    def _training_step(self, batches: list[Any], pieces: list[Piece], *rest: Any) -> Any:
         full = math.nan
         if self._observed.mixing is None:
-            found = [self._mixing_of(i, batch, pieces, rest) for i, batch in enumerate(batches)]
+            found = [self._mixing_of(own, pieces, rest) for own in joined(pieces, batches)]
             self._observed.mixing, full = next((mixing for mixing, _ in found if mixing), None), found[0][1]
         gradients = PieceGradients(self._module)
 
@@ -167,14 +195,11 @@ class PiecesRun(PlainRun):
         output = _join(outputs, pieces)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _mixing_of(
-        self, replica: int, batch: Any, pieces: list[Piece], rest: tuple[Any, ...]
-    ) -> tuple[Mixing | None, float]:
-        """Whether the step of one replica is the mean of that of its microbatches, and its loss."""
-        own = [piece for piece in pieces if piece.replica == replica]
+    def _mixing_of(self, batch: Piece, pieces: list[Piece], rest: tuple[Any, ...]) -> tuple[Mixing | None, float]:
+        """Whether the step of one replica is not the mean of that of its microbatches, and its loss."""
+        module, own = self._module, [piece for piece in pieces if piece.replica == batch.replica]
         if len(own) == 1:
             return None, math.nan
-        module = self._module
         parameters = [(p, p.detach().clone()) for p in module.parameters() if not is_lazy(p)]
 
         def step(piece: Piece, then: Callable[[Any], Any]) -> Any:
@@ -184,57 +209,35 @@ class PiecesRun(PlainRun):
                 parameter.data.copy_(before)  # a step may write, as a momentum teacher does
             return result
 
-        mixing, full = mixing_of(module, step, full_piece(own, batch), own, self._precision)
-        if mixing is not None and self._randomness.has_undivided_draws:
-            mixing = replace(mixing, is_weighted=False)  # the full batch has the draws of one microbatch
-        return mixing, full
-
-    def _evaluation_step(self, name: str, batch: Any, *rest: Any) -> Any:
-        trainer = self._trainer
-        fitting = trainer.fit_loop.epoch_loop.val_loop
-        loop = {"test_step": trainer.test_loop, "predict_step": trainer.predict_loop}.get(name, fitting)
-        index = rest[1] if len(rest) > 1 else 0
-        batches = self._batches(batch, loop._combined_loader, index)
-        pieces = self._split(name, batches)
-        self._evaluated += 1
-        outputs = self._run(name, pieces, rest, -1 - self._evaluated, lambda _, output: output)
-        if name != "predict_step":
-            return _join(outputs, pieces)
-        for replica in range(len(batches)):
-            own = [i for i, piece in enumerate(pieces) if piece.replica == replica]
-            predicted = _join([outputs[i] for i in own], [pieces[i] for i in own])
-            self._predicted[replica].setdefault(index, []).append(predicted)
-        return self._predicted[0][index][-1]
+        return mixing_of(module, step, batch, own, self._precision, self._randomness)
 
     def _run(
         self, name: str, pieces: list[Piece], rest: tuple[Any, ...], number: int, after: Callable[[Piece, Any], Any]
     ) -> list[Any]:
         """Run the user's step on each piece, and log its reduced values once."""
         module, outputs = self._module, []
-        logged: dict[tuple[str, int], _Logged] = {}
+        logged: dict[tuple[str, int], _LogCall] = {}
         sizes = sizes_of([piece.batch for piece in pieces])
+        by_replica: dict[int, dict[int, Piece]] = {}
+        for position, piece in enumerate(pieces):
+            by_replica.setdefault(piece.replica, {})[position] = piece
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             metric._forward_cache = None
         self._replicas.before_step(pieces[-1].replica)
         self._replicas.share_buffers(name)
-        for replica in sorted({piece.replica for piece in pieces}):
-            own = {i: piece for i, piece in enumerate(pieces) if piece.replica == replica}
+        for replica, own in by_replica.items():
             self._replicas.enter(replica)
-            in_shares = self._data_split.has_left_stages(self._number) and name == "training_step"
-            effects = MicrobatchEffects(module, self._data_split.shares if in_shares else 1)
-            metrics = FullBatchMetrics(find_sinks(module))
+            shares = self._data_split.shares_of(self._number) if name == "training_step" else 1
+            states, metrics = ShareStates(module, shares), FullBatchMetrics(find_sinks(module))
             metrics.begin()
             for position, piece in own.items():
-                effects.before_microbatch(piece.share)
+                states.enter(piece.share)
                 once = metrics.microbatch(position, is_full=len(own) == 1)
                 with self._as_in_layout(number, [piece]), self._captured(logged, position, metrics), once:
                     outputs.append(after(piece, self._plain[name](piece.batch, *rest)))
-                effects.after_microbatch()
-            if len(own) > 1:
-                effects.finish([piece.weight for piece in own.values()], [sizes[position] for position in own])
+            states.finish()
             total = sum(piece.weight for piece in own.values())
-            weights = [own[i].weight / total if i in own else 0.0 for i in range(len(pieces))]
-            metrics.finish_all(weights, sizes)
+            metrics.finish_all([own[i].weight / total if i in own else 0.0 for i in range(len(pieces))], sizes)
             value_of = metrics.values()
             metrics.close()
             for each in logged.values():
@@ -242,19 +245,20 @@ class PiecesRun(PlainRun):
                 if value is not None:
                     each.values.update(dict.fromkeys(own, value))
         self._replicas.after_step()
-        self._log(logged, pieces, sizes)
+        for (key, _), each in logged.items():
+            each.log(module, key, list(by_replica.values()), sizes)
         return outputs
 
     @contextlib.contextmanager
     def _captured(
-        self, logged: dict[tuple[str, int], _Logged], position: int, metrics: FullBatchMetrics
+        self, logged: dict[tuple[str, int], _LogCall], position: int, metrics: FullBatchMetrics
     ) -> Iterator[None]:
         """Context of a piece whose calls of ``log`` are kept, by name and how often the step has logged it before."""
         times: Counter[str] = Counter()
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             kwargs.update(zip(_LOG_ARGUMENTS, args, strict=False))
-            each = logged.setdefault((name, times[name]), _Logged())
+            each = logged.setdefault((name, times[name]), _LogCall())
             times[name] += 1
             each.what, each.kwargs, each.origin = value, kwargs, metrics.origin(value)
             number: Any = getattr(value, "_forward_cache", None) if isinstance(value, Metric) else value
@@ -266,69 +270,11 @@ class PiecesRun(PlainRun):
         with replaced(self._module, "log", log, reason="the reference in pieces"):
             yield
 
-    def _log(self, logged: Mapping[tuple[str, int], _Logged], pieces: list[Piece], sizes: Sequence[int | None]) -> None:
-        """Log each number once: over the pieces of each replica, then over the replicas that have logged it."""
-        by_replica: dict[int, dict[int, Piece]] = {}
-        for position, piece in enumerate(pieces):
-            by_replica.setdefault(piece.replica, {})[position] = piece
-        for (name, _), each in logged.items():
-            values = [(each.over(own, sizes), sum(p.weight for p in own.values())) for own in by_replica.values()]
-            values = [(value, weight) for value, weight in values if value == value]
-            value = _reduced(each.how, *map(list, zip(*values, strict=True))) if values else math.nan
-            kwargs = dict(each.kwargs)
-            if each.sizes:
-                kwargs["batch_size"] = sum(each.sizes.values())
-            elif None not in sizes:
-                kwargs["batch_size"] = sum(size or 0 for size in sizes)
-            if isinstance(each.what, Metric):
-                each.what._forward_cache = None if value != value else torch.tensor(value)  # type: ignore[assignment]
-                self._module.log(name, each.what, **kwargs)
-            else:
-                default = torch.get_default_dtype()
-                dtype = torch.promote_types(each.what.dtype, default) if isinstance(each.what, Tensor) else default
-                self._module.log(name, torch.tensor(value, dtype=dtype), **kwargs)
-
-    # -- batches ------------------------------------------------------------------------------------------------------
-
-    def _batches(self, batch: Any, combined: Any, loader: int | None) -> list[Any]:
-        """The batches of all replicas in this step; a closure that is called again gets the same."""
-        if self._data_split.replicas == 1:
-            return [batch]
-        if self._latest_batches is not None and self._latest_batches[0] is batch:
-            return self._latest_batches[1]
-        sources: list[ReplicaLoader] = combined.flattened if loader is None else [combined.flattened[loader]]
-        rows = [
-            source.pending.popleft() if source.pending else [None] * self._data_split.replicas for source in sources
-        ]
-        others = []
-        for replica in range(1, self._data_split.replicas):
-            drawn = [row[replica] for row in rows]
-            if loader is None:
-                other = torch.utils._pytree.tree_unflatten(drawn, combined._spec)
-            elif drawn[0] is None:
-                continue
-            else:
-                [other] = drawn
-            others.append(self._transferred(other, loader or 0))
-        self._latest_batches = batch, [batch, *others]
-        return self._latest_batches[1]
-
-    def _transferred(self, batch: Any, loader: int) -> Any:
-        batch = self._strategy.precision_plugin.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=loader)
-        return self._strategy.batch_to_device(batch, dataloader_idx=loader)
-
-    def _split(self, name: str, batches: list[Any]) -> list[Piece]:
-        pieces = self._pieces.of(name, batches, self._number)
-        is_whole = self._full_training if name == "training_step" else self._full_evaluation
-        return joined(pieces, batches) if is_whole else pieces
-
 
 def _reduced(how: str, values: Sequence[float], weights: Sequence[float]) -> float:
     """The sum, the largest, the smallest or the weighted mean of values."""
-    plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
-    if how in plain:
-        return float(plain[how](values))
+    if how in _REDUCTIONS:
+        return float(_REDUCTIONS[how](values))
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 

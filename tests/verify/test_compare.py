@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.verify.compare import AT_THE_END, compare
 from lightning_hybrid.verify.layouts import Layout, layout_of_options, parse_layout
-from lightning_hybrid.verify.records.compare import AT_THE_END, compare
-from lightning_hybrid.verify.records.record import Failure, RunRecord, StepRecord, describe_failure
-from lightning_hybrid.verify.report import Report, table
-from lightning_hybrid.verify.verification import _failed
+from lightning_hybrid.verify.record import Failure, RunRecord, StepRecord, describe_failure
+from lightning_hybrid.verify.verification import Report, _failed, table
 
 
 def weights(step):

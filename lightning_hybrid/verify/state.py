@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,13 +14,9 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, inside, is_state
-from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
-from lightning_hybrid.step.recording.values_kept_on_modules import ListPath, RecordedCall, find_lists
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.verify.records.record import local_copies
+from lightning_hybrid.verify.record import local_copies
 
 # By the dict that has it and its name: an attribute or a buffer of some module, and that dict.
 _State: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], Any]]
@@ -157,54 +154,28 @@ def _fingerprint(value: Any, depth: int) -> Iterator[Any]:
         yield from _fingerprint(item, depth + 1)
 
 
-class MicrobatchEffects:
-    """What the microbatches of a batch leave on a module: one entry in its lists, and all else once per microbatch.
-
-    Where ranks run shares of the batch, each starts from the module before it, and what the first leaves remains.
-    """
+class ShareStates:
+    """The state of a module whose ranks run shares of a batch: each starts as it was; what the first leaves remains."""
 
     def __init__(self, module: nn.Module, shares: int) -> None:
-        self._module, self._share = module, 0
         # Metrics accumulate over all shares.
-        self._metrics = [inner for m in module.modules() if isinstance(m, Metric) for inner in m.modules()]
-        self._start = ModuleSnapshot(module, without=self._metrics) if shares > 1 else None
-        self._end: ModuleSnapshot | None = None
-        self._before = self._lengths = self._measured()
-        self._appended: list[dict[ListPath, list[Any]]] = []  # by microbatch
+        metrics = [inner for m in module.modules() if isinstance(m, Metric) for inner in m.modules()]
+        self._take = partial(ModuleSnapshot, module, without=metrics)
+        self._start = [self._take()] if shares > 1 else []
+        self._end: list[ModuleSnapshot] = []
+        self._share = 0
 
-    def _measured(self) -> dict[ListPath, int]:
-        return {path: len(entries) for path, entries in find_lists(self._module).items()}
-
-    def before_microbatch(self, share: int) -> None:
-        """Prepare for a microbatch of a share."""
+    def enter(self, share: int) -> None:
+        """Before a microbatch of a share."""
         if share != self._share:
-            assert self._start is not None
-            self._end = self._end or ModuleSnapshot(self._module, without=self._metrics)
-            self._start.restore()
+            self._end = self._end or [self._take()]
+            self._start[0].restore()
             self._share = share
-        self._lengths = self._measured()
 
-    def after_microbatch(self) -> None:
-        """Record the entries that the microbatch has appended."""
-        lists = find_lists(self._module).items()
-        new = {path: entries[self._lengths.get(path, 0) :] for path, entries in lists}
-        self._appended.append({path: [map_leaves(detached_leaf, e) for e in each] for path, each in new.items()})
-
-    def finish(self, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
-        """Join the entries after the last microbatch, by the weights and sizes (samples) of the microbatches."""
-        if self._end is not None:
-            self._end.restore()
-        for path, entries in find_lists(self._module).items():
-            rows = [each.get(path, []) for each in self._appended]
-            counts = {len(row) for row in rows}
-            if len(counts) != 1 or counts == {0}:
-                continue
-            is_call = isinstance(rows[0][0], RecordedCall)
-            if not is_call and any(size is not None and size > 1 and counts == {size} for size in sizes):
-                joined = [entry for row in rows for entry in row]  # an entry per sample
-            else:
-                joined = [join(list(column), weights, sizes) for column in zip(*rows, strict=True)]
-            entries[self._before.get(path, 0) :] = joined
+    def finish(self) -> None:
+        """After the last microbatch."""
+        for state in self._end:
+            state.restore()
 
 
 @contextlib.contextmanager

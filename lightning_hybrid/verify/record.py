@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -18,7 +18,10 @@ from lightning_hybrid.mesh import is_lost_connection
 from lightning_hybrid.optimizers.replacement import replace_step
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.verify.records.noise import perturb
+
+# Relative perturbation that changes the last digits of numbers, by precision.
+_PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-true": 2.0**-11, "bf16-true": 2.0**-9}
+_RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.shared_memory")
 
 
 @dataclass
@@ -261,9 +264,6 @@ def describe_failure(error: Exception, *, steps_done: int) -> Failure:
     return Failure(f"{type(error).__name__}: {error}", refused, where, is_lost_connection(error), unchanged, shown)
 
 
-_RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.shared_memory")
-
-
 def _raised_here(frame: TracebackType) -> bool:
     module = str(frame.tb_frame.f_globals.get("__name__", ""))
     # A lost connection to another rank, or a wait for it that timed out, is no refusal.
@@ -286,3 +286,37 @@ def _after_steps(
         return result
 
     return replace_step(optimizer, step, reason="records each step")
+
+
+def perturbation(precision: str) -> float:
+    """The relative perturbation of the initial weights for the noise floor of a run: the last digits of operations."""
+    return _PERTURBATION.get(precision.replace("mixed", "true"), 2.0**-9)
+
+
+def perturbation_of_weights(precision: str) -> float:
+    """The relative perturbation of the weights for one step: their last digits; float32 under mixed precision."""
+    return _PERTURBATION.get(precision, 1e-7)
+
+
+def perturb(module: nn.Module, size: float) -> None:
+    """Multiply every weight elementwise by 1 + ``size`` * standard normal noise, in place."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                factor = (1 + size * noise).to(parameter.device)
+                parameter.copy_((parameter.double() * factor).to(parameter.dtype))
+
+
+@contextlib.contextmanager
+def perturbed(module: nn.Module, size: float) -> Iterator[None]:
+    """Context in which the weights are perturbed by a relative ``size``."""
+    weights = [parameter.detach().to("cpu", copy=True) for parameter in module.parameters()]
+    try:
+        perturb(module, size)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, weight in zip(module.parameters(), weights, strict=True):
+                parameter.copy_(weight)

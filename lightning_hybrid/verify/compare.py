@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hybrid.verify.records.record import RunRecord
+from lightning_hybrid.verify.record import RunRecord
 
 # Tolerance as a multiple of the noise floor: the perturbed run is one sample of many. In 32 bits the floor is high
 # enough to hide small faults; there, differences above the rounding below were at most 1.3 times the floor.

@@ -1,1 +1,0 @@
-"""The reference of a comparison: one process that runs the work of all ranks of a layout."""

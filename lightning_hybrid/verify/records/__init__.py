@@ -1,1 +1,0 @@
-"""Run records, and their comparison between processes."""
