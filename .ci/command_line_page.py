@@ -16,6 +16,16 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "command_line.md"
 
 # After such a line stands the help of one command, in a fenced block.
 MARK = "<!-- help: {} -->"
+# What the page says once: usage lines repeat the options, lists of commands the sections; every command has --help and
+# exit statuses.
+LEFT_OUT = (
+    r"\Ausage: .*?\n\n",
+    r"^  -h, --help +show this help message and exit\n",
+    r"\n\nexit status:.*\Z",
+    r" --module\.NAME VALUE and --data\.NAME VALUE are arguments.*?config file of LightningCLI\.",
+    r"^positional arguments:\n  \{.*?\n\n",
+    r"\noptions:\n(?=\n)",
+)
 
 
 class _ParserFound(Exception):
@@ -45,13 +55,21 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
                 yield from commands(command)
 
 
+def shown_help(parser: argparse.ArgumentParser) -> str:
+    """The help of a command without what the page says once."""
+    shown = parser.format_help().strip()
+    assert "example:" in shown, f"the help of {parser.prog} shows no example"
+    for pattern in LEFT_OUT:
+        shown = re.sub(pattern, "", shown, flags=re.DOTALL | re.MULTILINE)
+    return shown.strip()
+
+
 def page() -> str:
     """The text of the page, in which the help of each command is that of today."""
     text = PAGE.read_text()
     with mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"):
         for parser in commands(main_parser()):
-            mark, shown = MARK.format(parser.prog), parser.format_help().strip()
-            assert "example:" in shown, f"the help of {parser.prog} shows no example"
+            mark, shown = MARK.format(parser.prog), shown_help(parser)
             assert text.count(mark) == 1, f"{PAGE.name} needs one line {mark}"
             before, _, after = text.partition(mark)
             after = re.sub(r"\A\n\n```text\n.*?\n```\n", "", after, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""Write docs/planner.md and its pictures again: every published run against what the planner predicts of it.
+"""Write docs/planner.md, its pictures and benchmarks/published/predictions.md: published runs against predictions.
 
 PYTHONPATH=. python .ci/planner_page.py
 """
@@ -29,8 +29,11 @@ from runs_not_in_the_fit import compare_others  # noqa: E402
 from scatter import draw_scatter  # noqa: E402
 from scipy.stats import spearmanr  # noqa: E402
 
-TEXT = Path(__file__).with_name("planner_page.md")
-PAGE = ROOT / "docs" / "planner.md"
+CI = Path(__file__).parent
+TARGETS = {
+    CI / "planner_page.md": ROOT / "docs" / "planner.md",
+    CI / "predictions_page.md": ROOT / "benchmarks" / "published" / "predictions.md",
+}
 PICTURES = ROOT / "docs" / "pictures"
 BOUND = 0.2  # of an error, for 95 % of the runs
 
@@ -196,8 +199,8 @@ def misjudged() -> str:
     return table(["what happened", "run", "predicted least", "device"], rows)
 
 
-def page() -> str:
-    """Return the text of the page."""
+def pages() -> dict[Path, str]:
+    """The text of the page and of the full report, by their paths."""
     comparisons = compare()
     known = [each for each in comparisons if each.run.known_shape]
     found, peaks = errors(known), planner_memory.errors()
@@ -225,11 +228,14 @@ def page() -> str:
         "memory_worst": memory_worst(),
         "misjudged": misjudged(),
     }
-    text = TEXT.read_text(encoding="utf-8")
-    for name, value in values.items():
-        text = text.replace("{{" + name + "}}", value)
-    assert "{{" not in text, text[text.index("{{") :][:40]
-    return text
+    texts = {}
+    for template, target in TARGETS.items():
+        text = template.read_text(encoding="utf-8")
+        for name, value in values.items():
+            text = text.replace("{{" + name + "}}", value)
+        assert "{{" not in text, text[text.index("{{") :][:40]
+        texts[target] = text
+    return texts
 
 
 def pictures() -> dict[str, str]:
@@ -249,6 +255,7 @@ def pictures() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
     for name, picture in pictures().items():
         (PICTURES / f"{name}.svg").write_text(picture, encoding="utf-8")

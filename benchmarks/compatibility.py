@@ -1,6 +1,6 @@
 """Train random architectures from transformers over stages and tensor ranks, and compare them with one process.
 
-    python benchmarks/compatibility.py --write docs/compatibility.md
+    python benchmarks/compatibility.py --write benchmarks/compatibility.md
 
 Each is built tiny from its own configuration by general rules (tests/models/sampled/architectures.py), and its
 step is run in one process, unpartitioned and partitioned into stages. A Trainer trains each on two tensor ranks, and
@@ -143,7 +143,7 @@ def text_of(
     lines = [
         "# Compatibility",
         "",
-        "Written by `python benchmarks/compatibility.py --write docs/compatibility.md`"
+        "Written by `python benchmarks/compatibility.py --write benchmarks/compatibility.md`"
         f" on {time.strftime('%Y-%m-%d')} with {versions}; CPU.",
         "",
         f"{options.count} architectures were selected at random (seed {options.seed}) from the configurations of"

@@ -12,7 +12,7 @@ from lightning_hybrid import errors
 PACKAGE = Path(errors.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "errors.md").read_text()
 GAP = "\0"  # of a message: what it formats
-ROW = re.compile(r'^\| <a id="([\w-]+)"></a>(.+?) \| (.+?) \|', re.M)
+ROW = re.compile(r'^- <a id="([\w-]+)"></a>(.+?) \(([^()]+)\): ', re.M)
 CLASSES = [
     name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
 ]
@@ -51,7 +51,7 @@ def templates():
 
 
 def quotes():
-    """Anchor, quoted message and classes of each row of the page."""
+    """Anchor, quoted message and classes of each entry of the page."""
     for anchor, messages, classes in ROW.findall(PAGE):
         for quote in re.findall(r"`([^`]+)`", messages):
             yield anchor, quote, frozenset(re.findall(r"`(\w+)`", classes))
@@ -86,7 +86,7 @@ def test_anchors_are_unique():
 
 
 def test_every_error_names_its_entry():
-    """Each call of a class names a row of the page that lists the class."""
+    """Each call of a class names an entry of the page that lists the class."""
     rows = {anchor: classes for anchor, _, classes in quotes()}
     problems = []
     for path in PACKAGE.rglob("*.py"):
