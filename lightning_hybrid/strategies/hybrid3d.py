@@ -272,8 +272,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         """Report the error to the other ranks, and join no further collectives."""
         if self._state is not None:
             self._state.fail()
-        if self._lifecycle is not None and self._lifecycle.execution.fit is not None:
-            self._lifecycle.execution.fit.note_why_not_run_again(exception)
+        if self._lifecycle is not None:
+            self._lifecycle.execution.explain(exception)
         super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
         self._files.wait(on_error=rank_zero_warn)
@@ -303,7 +303,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         """Run the full schedule, forward and backward; the later ``backward`` hands the gradients over."""
         if self._lifecycle is None:  # used without a run
             return super().training_step(*args, **kwargs)
-        return self._lifecycle.training_step([*args, *kwargs.values()])
+        return self._lifecycle.execution.training_step([*args, *kwargs.values()])
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward-only schedule."""

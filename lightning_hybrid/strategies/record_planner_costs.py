@@ -26,8 +26,8 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import num_elements
 from lightning_hybrid.step.standins.attention_heads import AttentionHeads
 from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
+from lightning_hybrid.strategies.execution.fit import batch_norms_in_training
 from lightning_hybrid.strategies.options.auto_sizes import frozen_names, parameter_shapes
-from lightning_hybrid.strategies.out_of_memory.fit import batch_norms_in_training
 from lightning_hybrid.strategies.plan_copies_on_two_ranks import CopiesOnTwoRanks
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run import Run

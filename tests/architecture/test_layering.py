@@ -50,7 +50,7 @@ FLOORS = [
     {"strategies/world"},
     {"strategies/logs", "strategies/start", "strategies/techniques", "strategies/optimizer_steps"},
     {"strategies/run"},
-    {"strategies/slow_links", "strategies/out_of_memory"},
+    {"strategies/slow_links"},
     {"strategies/description"},
     {"strategies/execution"},
     {"strategies"},

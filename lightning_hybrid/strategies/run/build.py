@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -316,13 +315,15 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
     assert runner is not None
     if not partition.has_step:
         return
-    reads: Callable[[], Any] = nullcontext if run.shards is None else run.shards.outside_reads
-    runner.shard_units(lambda: running_layers(run, owner), reads)
+    runner.wrap_layers(lambda: running_layers(run, owner))
+    if run.shards is not None:
+        runner.wrap_step(run.shards.outside_reads)
     if run.activations is not None:  # inside ZeRO and recomputation, which take their tensors first
         running = run.activations.running
         runner.wrap_layers(lambda: running(is_exact=runner.is_comparing))
     if run.gathered_shardings:
-        runner.wrap_layers(active.running, active.settle)
+        runner.wrap_layers(active.running)
+        runner.settle = active.settle
     routing = frozenset() if run.experts is None else run.experts.routing()
     if run.recomputation is not None:
         runner.wrap_layers(partial(run.recomputation.running, without=routing))
@@ -355,15 +356,8 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
         warn=warnings.warn if is_first else lambda _: None,
     )
     if (runner := run.runner) is not None:
-        around_step = runner.around_step
-
-        @contextlib.contextmanager
-        def around() -> Iterator[None]:
-            with around_step(), losses.step():
-                yield
-
-        runner.around_step = around
-        runner.wrap_layers(losses.running, runner.settle)  # outermost: heads are not computed where they are called
+        runner.wrap_step(losses.step)
+        runner.wrap_layers(losses.running)  # outermost: heads are not computed where they are called
     return dataclasses.replace(run, chunked_loss=losses)
 
 
