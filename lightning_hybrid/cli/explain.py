@@ -17,6 +17,7 @@ from lightning_hybrid.cli.recording import (
     layout_and_classes,
     refusal,
 )
+from lightning_hybrid.strategies.techniques.experts import ExpertParallel
 from lightning_hybrid.text import print_table
 
 if TYPE_CHECKING:
@@ -112,10 +113,10 @@ def explain(
     if plan is not None and plan.first is not None and content["refused"] is None:
         content["units"] = units_of(plan.first.assignment, sizes)
         content["stages"] = stages_of(plan.first.assignment, sizes, plan.rank_of)
-    if partition.run.shards is not None:
-        content["tensor_plans"] = {fqn: list(plan.lines()) for fqn, plan in partition.run.shards.plans.items()}
-    if partition.expert_planner is not None:
-        content["experts"] = partition.expert_planner.summary
+    if partition.run.plans:
+        content["tensor_plans"] = {fqn: list(plan.lines()) for fqn, plan in partition.run.plans.items()}
+    if (experts := partition.run.technique(ExpertParallel)) is not None:
+        content["experts"] = experts.summary
     return content
 
 

@@ -228,7 +228,7 @@ class LogRun:
     """
 
     def __init__(self, plan: StagePlan, call: Call, batch: Any, pairs: Mapping[int, int], full: TraceVariant) -> None:
-        """Prepare the run on a batch of trace ``full``; ``pairs`` has the values of a microbatch by those of ``full``."""
+        """Prepare the run on a batch of trace ``full``; ``pairs``: values of a microbatch by those of ``full``."""
         self._plan, self._call, self._batch, self._full = plan, call, batch, full
         values = full.recording.graph.values
         self._read = {v: pairs[v] for v in full.recording.values_read if v in pairs and not values[v].shape}

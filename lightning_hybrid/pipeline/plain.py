@@ -251,7 +251,7 @@ class PlainRunner(MicrobatchRunner):
             return None
 
         def learn(has_code: bool) -> bool:
-            self.settle()  # other ranks may still gather layers of their forwards
+            self.active.settle()  # other ranks may still gather layers of their forwards
             self._has_backward_code = self._sharing.any_rank(has_code)
             self._is_stopped = self._has_backward_code and share.is_complete and not backwards.weighs
             return self._is_stopped
@@ -351,7 +351,7 @@ class PlainRunner(MicrobatchRunner):
         @contextlib.contextmanager
         def around() -> Iterator[None]:
             # Copies of metrics return values, which are no means over parts.
-            with self.around_step(), call.context(), self._metrics.calls.microbatch(0, is_full=False):
+            with self.active.around_step(), call.context(), self._metrics.calls.microbatch(0, is_full=False):
                 yield
 
         def once(part: Any) -> Any:
@@ -362,7 +362,7 @@ class PlainRunner(MicrobatchRunner):
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
             how = self.splitter, self._randomness, around, self.is_fatal, self._metrics.calls.origin
             found = measure_weighting(self._root, once, batch, count, *how)
-            self.settle()  # what follows is collective, and other ranks may still gather layers
+            self.active.settle()  # what follows is collective, and other ranks may still gather layers
             if not has_room:
                 return found
             one, parts, samples, losses = found.first_with_weights(halves(batch, count, self.splitter))
@@ -373,7 +373,7 @@ class PlainRunner(MicrobatchRunner):
                 calls_hooks=self._sharing.size > 1,
             )
             found = found.with_gradients(compared)
-            self.settle()
+            self.active.settle()
         return found
 
     def request_weighting_check(self, batch: Any) -> None:
@@ -401,9 +401,8 @@ class PlainRunner(MicrobatchRunner):
     @contextlib.contextmanager
     def _layers(self) -> Iterator[None]:
         """Run layers sharded inside; modules and methods that the user compiled around them run uncompiled."""
-        replaces_layers = self.around_units is not contextlib.nullcontext
-        with self.around_units(), slow_attention():
-            if not self._compiled_around and not (replaces_layers and self._compiled_methods):
+        with self.active.running(), slow_attention():
+            if not self._compiled_around and not (self.active.replaces_layers and self._compiled_methods):
                 yield
                 return
             self._uncompiled.on()

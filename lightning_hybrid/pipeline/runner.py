@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call
-from lightning_hybrid.pipeline.stages.training import LayerContexts
 from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.step.objects.pytree import tensors_inside
+from lightning_hybrid.techniques.technique import Active
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class StepResult:
     logs: list[tuple[Entry, float]]
 
 
-class MicrobatchRunner(LayerContexts, ABC):
+class MicrobatchRunner(ABC):
     """Runs any step of one module on this rank's layers or shards.
 
     Attributes:
@@ -44,6 +45,8 @@ class MicrobatchRunner(LayerContexts, ABC):
         splitter: Splits batches, where the user has passed one.
         unit_observers: All entered with the trace of the first step while that step is recorded again.
         unpartitioned: Runs evaluation steps that cannot be partitioned, and code outside of steps.
+        guards: Track whether user code runs, which reads full parameters, or a backward.
+        active: The techniques that run layers.
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         is_fatal: Whether an error in a comparison of microbatches is raised; they weigh by samples otherwise.
         batch_bytes: Bytes of the tensors in the first batch, by name of a step.
@@ -72,9 +75,10 @@ class MicrobatchRunner(LayerContexts, ABC):
             replica: Data-parallel rank.
             warn: Warns the user, on the first rank.
         """
-        super().__init__()
         self.plan, self.splitter, self.unpartitioned = plan, splitter, unpartitioned
         self.unit_observers: list[Callable[[TraceVariant], AbstractContextManager[Any]]] = []
+        self.guards = ReadGuards()
+        self.active = Active()
         self.is_fatal: Callable[[Exception], bool] = lambda error: False
         self.gathers_outputs = self.is_comparing = False
         self.batch_bytes: dict[str, int] = {}
@@ -100,6 +104,11 @@ class MicrobatchRunner(LayerContexts, ABC):
     @abstractmethod
     def run(self, call: Call) -> StepResult:
         """Run one step of the user's module on a full batch."""
+
+    def connect(self, active: Active) -> None:
+        """Run layers as techniques do, from the next step on."""
+        self.active = active
+        self.unpartitioned.active = active
 
     def use_microbatches(self, count: int) -> None:
         """Split full batches into so many microbatches from now on."""

@@ -317,7 +317,7 @@ class MicrobatchLoop:
             path = TorchCallSites() if traces_calls else None
             code = BackwardCode() if backwards.are_run and self.scales_gradients is None else None
             with (
-                runner.around_step(),
+                runner.active.around_step(),
                 self._call.context(),
                 keyed(index),
                 self.logs.microbatch(self._root, index, self._metrics.origin),

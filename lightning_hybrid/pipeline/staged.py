@@ -30,6 +30,7 @@ from lightning_hybrid.pipeline.stages.recording import record_once
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch, split
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
+from lightning_hybrid.techniques.technique import Active
 
 _OBJECTIVES = frozenset({"training_step", "validation_step", "test_step"})
 
@@ -53,7 +54,7 @@ class StepRunner(MicrobatchRunner):
             **how: The others.
         """
         super().__init__(*args, **how)
-        self._executor = Executor(self.plan, transport, self)
+        self._executor = Executor(self.plan, transport, self.guards)
         self._traces = TraceCache(self.plan)
         self._loss_shares = LossMeanWeights(self.plan, self._traces)
         self._log_runs = LogRuns(self.plan, self._traces)
@@ -63,6 +64,11 @@ class StepRunner(MicrobatchRunner):
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
         self.has_weighted_means, self.recorded_means = False, frozenset[int]()
         self.weighting, self._uses_recorded_means = LossWeighting(), True
+
+    def connect(self, active: Active) -> None:
+        """Run layers as techniques do, from the next step on."""
+        super().connect(active)
+        self._executor.active = active
 
     def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
         """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""
@@ -138,8 +144,8 @@ class StepRunner(MicrobatchRunner):
         call = dataclasses.replace(call, first=self._replica * len(given))
         weights = self._weights(call, given)
         if call.trains and self._loss_shares.unknown and len(given) > 1:
-            reason = f"{self._loss_shares.unknown}: a mean over entries that a mask or labels select"
-            self._unsplit.adopt(call.name, reason)
+            why = f"{self._loss_shares.unknown}: a mean over entries that a mask or labels select"
+            self._unsplit.adopt(call.name, why)
             self._unsplit.names |= _OBJECTIVES
         elif not call.trains and self._loss_shares.are_incomparable(given.variants):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.

@@ -11,7 +11,6 @@ import contextlib
 import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -41,6 +40,7 @@ from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
+from lightning_hybrid.techniques.technique import Active
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -65,7 +65,6 @@ class UnpartitionedSteps:
         *,
         room: Callable[[], int],
         warn: Callable[[str, Exception], None],
-        around: Callable[[], AbstractContextManager[None]],
         has_recorded: Callable[[], None],
         fails_alone: Callable[[], bool],
     ) -> None:
@@ -80,14 +79,13 @@ class UnpartitionedSteps:
             meet: As for ``HookAgreement``.
             room: Returns how many bytes gathered parameters may take in a step on this rank.
             warn: Called once with the name of a step that cannot be partitioned, and the reason.
-            around: Entered around each step, innermost but for the logs.
             has_recorded: Called after each step that this rank has recorded.
             fails_alone: Returns whether another rank of the replica has recorded a step that this one could not.
         """
         self.names: set[str] = set()
         self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
-        self._randomness, self._room, self._warn, self._around = randomness, room, warn, around
+        self._randomness, self._room, self._warn, self.active = randomness, room, warn, Active()
         self.has_recorded, self._fails_alone = has_recorded, fails_alone
         self._agreement = HookAgreement(replica, randomness.device, meet)
 
@@ -165,7 +163,7 @@ class UnpartitionedSteps:
                 self._randomness.isolated(),
                 draw_as_stages(self._root, self._randomness, call.number, call.first),
                 call.context(),
-                self._around(),
+                self.active.unpartitioned(),
                 logs.microbatch(self._root, 0),
                 slow_attention(),
                 self.gathering_mode(agree_on, room),

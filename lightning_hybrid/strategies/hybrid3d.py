@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from lightning_hybrid.layout import Objective
 from lightning_hybrid.memory.recompute.policies import Recompute
-from lightning_hybrid.pipeline.runtime.program import ActionRecorder
+from lightning_hybrid.pipeline.stages.training import ActionRecorder
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.parts.parameter_shard_placement import Replicated
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 
@@ -56,7 +56,8 @@ class CopiesOnTwoRanks:
         plan = self._plan(tensor_parallel_size=2, num_microbatches=1)
         if plan is None or plan.partition is None:
             return None
-        planner, shards = plan.partition.tensor_planner, plan.partition.run.shards
+        run = plan.partition.run
+        planner, shards = run.technique(TensorParallel), run.shards
         if shards is None and (planner is None or not planner.planned_calls.arguments):
             return None  # no call of a layer was recorded
         plans = {} if shards is None else shards.plans
@@ -84,7 +85,7 @@ class _PlanWithoutMemory(MetaPlanningStrategy):
 
     _find_tensor_plan = staticmethod(partial(plan_unit, at_full_width=False))
 
-    def _record(self, run: Run, randomness: KeyedRandomness) -> None:
+    def _record(self, run: Run) -> None:
         pass
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:

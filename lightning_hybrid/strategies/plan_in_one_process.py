@@ -23,7 +23,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.standins.absent_tensors import drop
 from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
@@ -36,7 +35,7 @@ from lightning_hybrid.strategies.description.start_table import describe_run, de
 from lightning_hybrid.strategies.execution.lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 from lightning_hybrid.strategies.logs.phases import phase, phases_reported_to
-from lightning_hybrid.strategies.run.build import compile_layers, recompute_without_runner
+from lightning_hybrid.strategies.run.build import decide_without_runner
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.partition import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
@@ -127,18 +126,17 @@ class PlanningStrategy(Hybrid3DStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         _drop_meta_parameters(module, self.root_device)
-        run, randomness = lifecycle.run, KeyedRandomness(lifecycle.setting.seed, self.root_device)
+        run = lifecycle.run
         if lifecycle.setting.needs_runner:
             may_retry, find = lifecycle.changes.may_retry, self._find_tensor_plan
-            self.partition = ModulePartition(run, randomness, may_retry=may_retry, find_tensor_plan=find)
+            self.partition = ModulePartition(run, may_retry=may_retry, find_tensor_plan=find)
             run = self.partition.decide(None, "")
         else:
-            run = recompute_without_runner(run)
+            run = decide_without_runner(run)
         recorded = None
         if not run.is_pipelined and lifecycle.setting.is_fitting:
             with phase("recording the step for its activations"):
-                recorded = self._record(run, randomness)
-        run = compile_layers(run, randomness)
+                recorded = self._record(run)
         self.setup_optimizers(trainer)
         with phase("estimating memory"):
             self._describe(run, recorded)
@@ -147,9 +145,9 @@ class PlanningStrategy(Hybrid3DStrategy):
     def _begin(self, lifecycle: RunLifecycle) -> None:
         """Change what a run would have, before its first step is recorded."""
 
-    def _record(self, run: Run, randomness: KeyedRandomness) -> Assignment | None:
+    def _record(self, run: Run) -> Assignment | None:
         """Record the step of a run without stages; None if it cannot be recorded."""
-        return record_in_one_stage(run, randomness, failures=self.failures)
+        return record_in_one_stage(run, run.randomness, failures=self.failures)
 
     _find_tensor_plan: Callable[..., UnitPlan] = staticmethod(plan_unit)
 
@@ -187,11 +185,10 @@ class PlanningStrategy(Hybrid3DStrategy):
 
     def _memory_of(self, run: Run, recorded: Assignment | None) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank; ``recorded`` is the step of a run without stages."""
-        batch = None if self.partition is None else self.partition.batch
+        batch = None if self.partition is None else self.partition.run.batch
         stages = memory_of_stages(run, self.optimizers, 1 if batch is None else batch.num_microbatches)
         if recorded is not None:
-            policies = {} if run.recomputation is None else run.recomputation.policies
-            stages = [dataclasses.replace(stages[0], activations=activation_bytes(recorded, policies)[0])]
+            stages = [dataclasses.replace(stages[0], activations=activation_bytes(recorded, run.policies)[0])]
         return memory_of_ranks(stages, run)
 
     def on_exception(self, exception: BaseException) -> None:

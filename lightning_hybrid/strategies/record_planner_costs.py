@@ -20,7 +20,6 @@ from lightning_hybrid.planner.costs.expert_sets import ExpertSet
 from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import num_elements
@@ -63,20 +62,18 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
         self.experts: Mapping[str, Sequence[ExpertSet]] = {}
         self.heads = AttentionHeads()
 
-    def _record(self, run: Run, randomness: KeyedRandomness) -> Assignment | None:
+    def _record(self, run: Run) -> Assignment | None:
         """Record the step, and again where members of lists turn out to be experts: these are inside of layers."""
         module = run.setting.module
         costs = ExpertCosts(module)
-        recorded = self._record_layers(run, randomness, costs)
+        recorded = self._record_layers(run, costs)
         lists = _lists_with_routed_rows(module, None if recorded is None else recorded.graph)
         if lists and not self.experts:
-            again = self._record_layers(run, randomness, costs, lists)
+            again = self._record_layers(run, costs, lists)
             recorded = again if self.experts or recorded is None else recorded
         return recorded
 
-    def _record_layers(
-        self, run: Run, randomness: KeyedRandomness, costs: ExpertCosts, lists: Collection[nn.Module] = ()
-    ) -> Assignment | None:
+    def _record_layers(self, run: Run, costs: ExpertCosts, lists: Collection[nn.Module] = ()) -> Assignment | None:
         units: dict[str, nn.Module] = {}
 
         @contextlib.contextmanager
@@ -88,7 +85,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
 
         layers, self.part_of = _layers(run.setting.module, lists)
         with self.heads:
-            recorded = record_in_one_stage(run, randomness, layers, self.failures, watching)
+            recorded = record_in_one_stage(run, run.randomness, layers, self.failures, watching)
         self.experts = costs.sets(units)
         return recorded
 

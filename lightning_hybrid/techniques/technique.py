@@ -2,8 +2,8 @@
 
 A strategy, a dry run and the start table know only these two classes; each method does nothing by default.
 
-    decided   ``Technique``  place: which shards this rank holds  -> build -> lines, messages, memory
-    active    ``Active``     around steps, layers and backwards, and where other code reads parameters
+    decided   ``Technique``  watching the first step -> place: shards of this rank -> decide -> lines, messages
+    active    ``Active``     from ``build``: around steps, layers, backwards, and other code that reads parameters
 """
 
 from __future__ import annotations
@@ -69,9 +69,18 @@ class Active:
 
     Attributes:
         reduces_gradients: Whether it averages gradients over replicas, in place of the reducers.
+        keeps_compiled: Whether its layers run so in evaluation too, and until the backward is over, where the user's
+            step runs unchanged.
+        can_roll_back: Whether a step may end in the middle, on all ranks, and run again.
+        replaces_layers: Whether layers run otherwise than the user wrote them.
+        guards_loaders: Whether loaders may read its parameters on some ranks only.
     """
 
     reduces_gradients = False
+    keeps_compiled = False
+    can_roll_back = True
+    guards_loaders = True
+    replaces_layers = False
 
     @property
     def groups(self) -> Sequence[Any]:
@@ -99,6 +108,17 @@ class Active:
     def after_backward(self, stage: int, is_last: bool) -> None:
         """End a backward."""
 
+    def complete_gradients(self) -> None:
+        """Finish the gradients of a step, which are averaged over replicas; collective."""
+
+    def around_step(self) -> AbstractContextManager[Any]:
+        """Around one run of the user's step: in it, code outside of layers reads parameters."""
+        return nullcontext()
+
+    def unpartitioned(self) -> AbstractContextManager[None]:
+        """Around an evaluation step that each replica runs by itself."""
+        return nullcontext()
+
     def begin_evaluation(self) -> None:
         """Begin batches that replicas run without each other; collective."""
 
@@ -113,6 +133,9 @@ class Active:
 
     def settle(self) -> None:
         """Join what other ranks still do in their layers; collective."""
+
+    def forget(self) -> None:
+        """Layers hold full parameters from now on."""
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
         """Around code outside of layers that uses a module's parameters, and saves them for a backward."""
@@ -139,30 +162,82 @@ class Technique:
     Attributes:
         option: How a user sets it, for messages.
         shardings: The shardings that it has added, of parameters that are gathered for a step.
+        records: Whether it needs the recording of the first step.
+        shares_layers: Whether it may shard layers over tensor ranks.
+        shards: How this rank runs its shards of layers, if it does.
+        storing: Stores what layers save for the backward, if it does.
+        budget: Chooses its policies once bytes of layers are measured, if anything does.
+        expected: What they are expected to be until then, in words.
     """
 
     option = ""
     shardings: tuple[AxisSharding, ...] = ()
+    records = False
+    shares_layers = False
+
+    shards: Any = None
+    storing: Any = None
+    budget: Any = None
+    expected = ""
+
+    # -- decided before anything changes -------------------------------------------------------------------------------
+
+    def watches(self, run: Any) -> bool:
+        """Return whether it observes the recording of a step."""
+        return self.records
+
+    def watching(self, variant: Any) -> AbstractContextManager[None]:
+        """Around the recording of a step, as a ``TraceVariant``."""
+        return nullcontext()
 
     def place(self, run: Any, earlier: Sequence[AxisSharding]) -> Sequence[AxisSharding]:
-        """Return the shardings of parameters that it adds to those of earlier techniques."""
+        """Return the shardings of parameters that it adds to those of inner techniques; collective."""
         return ()
 
-    def build(self, run: Any, partition: Any) -> Active:
-        """Connect it to the local shards of parameters."""
-        return Active()
+    def decide(self, run: Any) -> None:
+        """Choose what it does to layers, of which a step is recorded and the shards are known."""
 
     def of_rank(self, shardings: Mapping[int, AxisSharding]) -> Technique:
         """Return it as another rank has it, with these shardings by the ids of those here."""
         return self
 
+    # -- in a run ------------------------------------------------------------------------------------------------------
+
+    def build(self, run: Any, owner: Any) -> Active:
+        """Connect it to the local shards of parameters."""
+        return Active()
+
     def step_in_user_step(self, run: Any, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Connect optimizers that the user's step calls; return those that step full parameters on every rank."""
         return []
 
+    # -- what other techniques and tables ask --------------------------------------------------------------------------
+
+    @property
+    def policies(self) -> Mapping[str, Any]:
+        """What layers save for the backward, by FQN; everything where it is not named."""
+        return {}
+
+    @property
+    def plans(self) -> Mapping[str, Any]:
+        """How layers are sharded, by FQN."""
+        return {}
+
+    def inseparable(self) -> Collection[nn.Module]:
+        """Modules whose children are no layers of their own."""
+        return ()
+
+    def unequally_read(self) -> Collection[str]:
+        """FQNs of parameters that ranks read unequally often: no layer may gather them by a collective."""
+        return ()
+
     def gathers_per_layer(self, run: Any) -> bool:
         """Return whether parameters are full one layer after the other."""
         return False
+
+    def details(self, run: Any) -> list[str]:
+        """Return its lines of the start table on single layers."""
+        return []
 
     def lines(self, run: Any) -> list[str]:
         """Return its lines of the start table."""
@@ -172,6 +247,6 @@ class Technique:
         """Return what a rank holds of its parameters, and for a moment; None where it changes nothing."""
         return None
 
-    def messages(self, run: Any, num_microbatches: int, layer_reads: Collection[str]) -> Iterable[Messages]:
+    def messages(self, run: Any, num_microbatches: int) -> Iterable[Messages]:
         """Return the messages of a step that it sends."""
         return ()

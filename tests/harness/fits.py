@@ -82,7 +82,7 @@ class FitRecorder(Callback):
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(after_step)
         if getattr(getattr(trainer.strategy, "run", None), "shards", None) is not None:
-            self.fitted.plans = trainer.strategy.run.shards.plans
+            self.fitted.plans = trainer.strategy.run.plans
         plan = getattr(getattr(trainer.strategy, "run", None), "plan", None)
         if plan is not None and plan.first is not None:
             assignment = plan.first.assignment

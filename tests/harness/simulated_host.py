@@ -147,7 +147,7 @@ class SimulatedHost(Callback):
         return backward
 
     def on_train_start(self, trainer, pl_module):
-        zero = trainer.strategy.run.active
+        [zero] = [each for each in trainer.strategy.run.active.members if each.groups]
         finish = zero._finish
 
         def seen_in_the_step():

@@ -155,7 +155,7 @@ class ShardBytes(Callback):
 
     def on_train_start(self, trainer, pl_module):
         self.recorded = 0.0
-        groups, parameters = trainer.strategy.run.active._all, list(pl_module.parameters())
+        groups, parameters = trainer.strategy.run.active.groups, list(pl_module.parameters())
         of_layer = max(sum(group._shards[name].numel() * 2 for name in group._placements) for group in groups)
 
         def count(_):

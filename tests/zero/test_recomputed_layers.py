@@ -102,7 +102,7 @@ class CountsFullLayers(Callback):
             setattr(owner, name, member)
 
     def on_train_end(self, trainer, pl_module):
-        groups = trainer.strategy.run.active._all
+        groups = trainer.strategy.run.active.groups
         self.recorded = {
             "gathers": self.gathers,
             "layers": sum(bool(group.fqn) for group in groups),

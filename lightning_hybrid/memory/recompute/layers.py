@@ -7,7 +7,7 @@ section 3; PyTorch's non-reentrant checkpoint). With "selective" it also keeps r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -59,21 +59,9 @@ class Recomputation:
             if is_selective(policy):
                 self._selected[fqn] = SelectedResults(policy if isinstance(policy, float) else SELECTIVE_SHARE)
 
-    def running(
-        self, *, only: Collection[nn.Module] | None = None, without: Collection[nn.Module] = ()
-    ) -> AbstractContextManager[None]:
-        """Replaces the layers' forwards inside the context by checkpointed ones.
-
-        Args:
-            only: The layers among which these are; all if None.
-            without: Layers that are left as they are.
-        """
-        layers = {
-            fqn: layer
-            for fqn, layer in self._layers.items()
-            if layer not in without and (only is None or layer in only)
-        }
-        return replaced_forwards(layers, self._recomputed, reason="recomputes layers in the backward")
+    def running(self) -> AbstractContextManager[None]:
+        """Replaces the layers' forwards inside the context by checkpointed ones."""
+        return replaced_forwards(self._layers, self._recomputed, reason="recomputes layers in the backward")
 
     def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepChanged, StepError, add_error_note
 from lightning_hybrid.graph.step_graph import Value
+from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.step_hooks import StepHooks
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.program import location_of
@@ -25,7 +26,7 @@ from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.transport import ReceivedValues, Transport, value_of_broken_step
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
-from lightning_hybrid.pipeline.stages.training import Backwards, LayerContexts, Mark
+from lightning_hybrid.pipeline.stages.training import Backwards, Mark
 from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
@@ -33,6 +34,7 @@ from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, fill, is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
+from lightning_hybrid.techniques.technique import Active
 
 _PROPERTIES = frozenset({"__get__", "__set__", "__delete__"})  # of which those with content are methods' results
 
@@ -88,12 +90,17 @@ class Outcome:
 
 
 class Executor:
-    """Runs jobs on one rank of a pipeline."""
+    """Runs jobs on one rank of a pipeline.
 
-    def __init__(self, plan: StagePlan, transport: Transport, layers: LayerContexts) -> None:
-        """Set up for the stages of a module; ``layers`` has what is entered around steps, forwards and backwards."""
-        self.plan, self.root, self.rank, self.transport, self.layers = plan, plan.root, plan.rank, transport, layers
-        self.device = plan.randomness.device
+    Attributes:
+        active: The techniques that run layers.
+        guards: Are off in backwards and reductions.
+    """
+
+    def __init__(self, plan: StagePlan, transport: Transport, guards: ReadGuards) -> None:
+        """Set up for the stages of a module on this rank."""
+        self.plan, self.root, self.rank, self.transport, self.guards = plan, plan.root, plan.rank, transport, guards
+        self.device, self.active = plan.randomness.device, Active()
         self._current: CurrentRun | None = None
 
     def has_guessed_size(self) -> bool:
@@ -107,7 +114,7 @@ class Executor:
         split_backward = SplitBackward()
         split = split_backward.instrumented if job.program.split else nullcontext
         with (
-            self.layers.around_units(),
+            self.active.running(),
             instrumented(replays, self.plan.randomness) as current,
             split(current),
             closing(ParameterGradients(self.root, len(job.seeds) > 1)) as gradients,
@@ -204,7 +211,7 @@ class _Run:
         split = self._split_backward.forward() if (stage, microbatch) in job.program.split else nullcontext()
         registered = self._parameter_gradients.registered.run()
         try:
-            with self._executor.layers.around_step(), split, registered, job.around(microbatch):
+            with self._executor.active.around_step(), split, registered, job.around(microbatch):
                 run = replay.run(job.steps[microbatch], inputs, self._names, self._current, shares, job.metrics)
         except Exception as error:
             has_diverged = isinstance(error, StepError | ControlFlowError) or inputs.include_broken()
@@ -221,7 +228,7 @@ class _Run:
         self._states.leave(stage)
         self._forwards_left -= 1
         inputs.leaves()  # also receives the values that the step has not read
-        self._executor.layers.settle()
+        self._executor.active.settle()
         self._done(action, start, inputs.waited)
 
     def _break(self, stage: int, microbatch: int, error: Exception) -> None:
@@ -238,7 +245,7 @@ class _Run:
     def compute(self, action: Action) -> None:
         """Wait for the messages that a backward or a reduction needs, and run it."""
         stage, microbatch, recorder = action.stage, action.microbatch, self._job.backwards.recorder
-        off = self._executor.layers.guards.off
+        off = self._executor.guards.off
         if action.kind in (Kind.B, Kind.I):
             arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
             start, is_last = recorder.mark(), self._backwards_left[stage] == 1

@@ -7,18 +7,15 @@ Elsewhere they are those of the host.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.schedule import Action, Span
 
 if TYPE_CHECKING:
@@ -32,42 +29,6 @@ _STATM = Path("/proc/self/statm")
 
 class StepUndone(Exception):
     """A training step has learned from its run how it must run, and its effects are undone: it runs again."""
-
-
-class LayerContexts:
-    """What is entered around steps: it replaces the forwards of layers, and tracks which code runs.
-
-    Attributes:
-        guards: Track whether user code runs, which reads full parameters, or a backward.
-        around_units: Entered around each step; replaces the forwards of layers.
-        around_step: Entered around each run of the user's step.
-        settle: Called after a forward, before this rank waits for others: it may have called other layers.
-    """
-
-    def __init__(self) -> None:
-        self.guards = ReadGuards()
-        self.around_units: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.settle: Callable[[], None] = lambda: None
-
-    def wrap_layers(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter a further context around each step, inside the others: what it replaces runs around theirs."""
-        self.around_units = _both(self.around_units, around)
-
-    def wrap_step(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter a further context around each run of the user's step, inside the others."""
-        self.around_step = _both(self.around_step, around)
-
-
-def _both(
-    outer: Callable[[], AbstractContextManager[Any]], inner: Callable[[], AbstractContextManager[Any]]
-) -> Callable[[], AbstractContextManager[Any]]:
-    @contextlib.contextmanager
-    def both() -> Iterator[None]:
-        with outer(), inner():
-            yield
-
-    return inner if outer is nullcontext else both
 
 
 class ActionRecorder:

@@ -42,7 +42,7 @@ def _flops_per_sample(run: Run, partition: ModulePartition | None) -> tuple[floa
     if not run.is_pipelined and not is_sharded:
         return None, ""  # a rank runs the batch in full layers
     graph = _graph_of(run, partition)
-    batch = None if partition is None else partition.batch
+    batch = run.batch
     if graph is None:
         return None, "layers are sharded, and the training step could not be recorded"
     if batch is None or not batch.samples:
@@ -57,7 +57,7 @@ def _graph_of(run: Run, partition: ModulePartition | None) -> StepGraph | None:
 
 
 def _memory_of_rank(run: Run, partition: ModulePartition | None) -> RankMemory:
-    batch = None if partition is None else partition.batch
+    batch = run.batch
     optimizers = run.setting.trainer.optimizers
     stages = memory_of_stages(run, optimizers, 1 if batch is None else batch.num_microbatches)
     if not run.is_pipelined or run.plan is None:

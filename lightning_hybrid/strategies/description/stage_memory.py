@@ -27,7 +27,7 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.user_code.hooks import old_gradients_are_read
-from lightning_hybrid.techniques.technique import Active
+from lightning_hybrid.techniques.actives import Actives
 
 _OVER_REPLICAS = ("dp_shard", "ep_shard")
 
@@ -104,7 +104,7 @@ def without_techniques(run: Run) -> Run:
     parts = LocalShards(run.setting.module, shardings) if shardings else None
     options = dataclasses.replace(run.setting.options, offload=None)
     setting = dataclasses.replace(run.setting, options=options)
-    return dataclasses.replace(run, setting=setting, parts=parts, techniques=(), active=Active(), recomputation=None)
+    return dataclasses.replace(run, setting=setting, parts=parts, techniques=(), active=Actives())
 
 
 def memory_of_ranks(stages: Sequence[RankMemory], run: Run) -> list[RankMemory]:
@@ -165,9 +165,8 @@ def _activations(run: Run, num_microbatches: int, num_stages: int) -> Sequence[i
     plan: Any = run.plan
     if not run.is_pipelined or plan is None or plan.first is None:
         return [None] * num_stages
-    policies = {} if run.recomputation is None else run.recomputation.policies
     schedule = plan.training_schedule(num_microbatches)
-    saved = activation_bytes(plan.first.assignment, policies)
+    saved = activation_bytes(plan.first.assignment, run.policies)
     return [each * count for each, count in zip(saved, in_flight_at_peak(schedule, saved), strict=True)]
 
 
@@ -176,7 +175,6 @@ def _working(run: Run, num_microbatches: int, num_stages: int) -> Sequence[int]:
     plan: Any = run.plan
     if not run.is_pipelined or plan is None or plan.first is None:
         return [0] * num_stages
-    policies = {} if run.recomputation is None else run.recomputation.policies
     # With its copy in the snapshot before a step.
     batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
-    return [each + batch for each in working_bytes(plan.first.assignment, policies)]
+    return [each + batch for each in working_bytes(plan.first.assignment, run.policies)]

@@ -37,7 +37,6 @@ from lightning_hybrid.strategies.slow_links.connect import describe_slow_links
 from lightning_hybrid.text import columns, sized, spanned
 
 if TYPE_CHECKING:
-    from lightning_hybrid.strategies.description.recomputation_under_budget import ExpectedRecomputation
     from lightning_hybrid.strategies.run.partition import ModulePartition
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
@@ -95,13 +94,12 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     rank_of = (lambda stage: 0) if run.plan is None else run.plan.rank_of
     details: list[str] = []
     rest: list[str] = []
-    expected: ExpectedRecomputation | None = None
     if setting.is_fitting:
-        batch = None if partition is None else partition.batch
+        batch = run.batch
         count = 1 if batch is None else batch.num_microbatches
         memory: list[RankMemory] | None = None
         with only_informs("the estimated memory"):
-            memory, expected = _expected_memory(run, optimizers, count, rank_of)
+            memory = _expected_memory(run, optimizers, count, rank_of)
         head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch)]
         head += [*describe_embeddings(setting), describe_parameters(setting)]
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
@@ -113,35 +111,32 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     rest += [] if first is None else _shared_and_means(run, first)
     if run.fallback is not None:
         head.insert(1, run.fallback.line)
-    if partition is not None and run.shards is not None and partition.tensor_planner is not None:
-        from lightning_hybrid.strategies.techniques.tensor_plans import describe_tensor_plans
-
-        details += describe_tensor_plans(run.shards.plans, partition.tensor_planner.summary).splitlines()
-    if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
-        rest.append(partition.expert_planner.summary)
-    return StartTable(head, details, [*rest, *describe_techniques(run, "" if expected is None else str(expected))])
+    details += [line for technique in run.techniques for line in technique.details(run)]
+    return StartTable(head, details, [*rest, *describe_techniques(run)])
 
 
 def _expected_memory(
     run: Run, optimizers: Sequence[Optimizer], count: int, rank_of: Callable[[int], int]
-) -> tuple[list[RankMemory], ExpectedRecomputation | None]:
-    """The memory of each stage, and what a budget of it is expected to recompute, if there is one."""
+) -> list[RankMemory]:
+    """The memory of each stage, with what a budget of it is expected to recompute, if there is one."""
     memory = memory_of_stages(run, optimizers, count)
-    if run.recomputation is None or run.recomputation.budget is None:
-        return memory, None
+    budgeted = next((each for each in run.techniques if each.budget is not None), None)
+    if budgeted is None:
+        return memory
     from lightning_hybrid.strategies.description.recomputation_under_budget import expected_recomputation
 
-    full = memory_of_stages(dataclasses.replace(run, recomputation=None), optimizers, count)
-    expected = expected_recomputation(run.recomputation.budget, memory, full, rank_of)
-    return (memory, None) if expected is None else (expected.memory, expected)
+    others = tuple(each for each in run.techniques if each is not budgeted)
+    full = memory_of_stages(dataclasses.replace(run, techniques=others), optimizers, count)
+    expected = expected_recomputation(budgeted.budget, memory, full, rank_of)
+    budgeted.expected = "" if expected is None else str(expected)
+    return memory if expected is None else expected.memory
 
 
-def describe_techniques(run: Run, recomputed: str = "") -> list[str]:
+def describe_techniques(run: Run) -> list[str]:
     """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any.
 
     Args:
         run: Built, or only planned.
-        recomputed: The share that a budget is expected to recompute, in words; empty if unknown.
     """
     setting = run.setting
     options, lines = setting.options, []
@@ -151,18 +146,6 @@ def describe_techniques(run: Run, recomputed: str = "") -> list[str]:
         lines.append(f"offloaded: {', '.join(stores)}")
     if options.optimizer_in_backward and setting.is_fitting:
         lines.append("optimizer: each layer is stepped in the backward, and its gradients are freed")
-    if run.chunked_loss is not None and setting.is_fitting:
-        lines.append(
-            f"loss: in chunks of positions, where it reads the logits of {' or '.join(run.chunked_loss.heads)}"
-        )
-    if run.recomputation is not None:
-        from lightning_hybrid.strategies.techniques.recompute import describe_policies
-
-        lines.append(describe_policies(run.recomputation.policies, setting.recompute, recomputed))
-    if run.setting.saved_activations:
-        lines.append(str(run.setting.saved_activations))
-    if run.compiled is not None:
-        lines += run.compiled.lines()
     return lines + describe_slow_links(setting.trainer)
 
 

@@ -28,6 +28,8 @@ from lightning_hybrid.strategies.dry_run.run_of_other_rank import run_of_rank
 from lightning_hybrid.strategies.dry_run.tensor_ranks_of_units import TensorUnits
 from lightning_hybrid.strategies.plan_in_one_process import make_plan
 from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.techniques.experts import ExpertParallel
+from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
@@ -80,8 +82,7 @@ def dry_run(
     if content["refused"] is not None:
         return content
     on_phase("building the program of the pipeline")
-    plans = {} if run.shards is None else run.shards.plans
-    content["tensor_plans"] = {fqn: plan.lines() for fqn, plan in plans.items()}
+    content["tensor_plans"] = {fqn: plan.lines() for fqn, plan in run.plans.items()}
     described = _Described(strategy, run, layout.world_size // num_nodes, with_shapes=with_shapes)
     ranks = choose_ranks(layout)
     for number, rank in enumerate(ranks):
@@ -100,11 +101,8 @@ class _Described:
         self._memories: dict[tuple[int, ...], list[RankMemory]] = {}
         self._with_shapes, self._count = with_shapes, strategy.num_microbatches
         self._program: Program | None = program_of(run, self._count)
-        partition = strategy.partition
-        experts = None if partition is None else partition.expert_planner
-        planner = None if partition is None else partition.tensor_planner
-        self._units = TensorUnits(run, planner, {} if experts is None else experts.widths)
-        self._layer_reads = () if partition is None else partition.layer_reads.names
+        experts = run.technique(ExpertParallel)
+        self._units = TensorUnits(run, run.technique(TensorParallel), {} if experts is None else experts.widths)
         plan = run.plan
         is_recorded = run.is_pipelined and plan is not None and plan.first is not None
         self._assignment = plan.first.assignment if is_recorded else strategy.recorded  # type: ignore[union-attr]
@@ -115,7 +113,7 @@ class _Described:
         mesh: Any = run.mesh
         stages = [0] if run.plan is None or not run.is_pipelined else list(run.plan.stages)
         memory = self._memory(run, stages)
-        messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count, self._layer_reads)]
+        messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count)]
         messages += self._units.messages(self._assignment, set(stages), self._count, _place(run))
         sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "offloaded"}
         buffers = buffers_of_messages(run, self._program)
@@ -156,9 +154,8 @@ class _Described:
         """Estimate the memory of each pipeline rank, with the activations of its tensor shards."""
         of_stages = memory_of_stages(run, self._strategy.optimizers, self._count)
         if self._assignment is not None:
-            policies = {} if run.recomputation is None else run.recomputation.policies
             local = self._units.with_local_activations(self._assignment, _place(run))
-            saved = activation_bytes(local, policies)
+            saved = activation_bytes(local, run.policies)
             counts = [1] if self._program is None else in_flight_at_peak(self._program.schedule, saved)
             of_stages = [
                 dataclasses.replace(stage, activations=each * count)
@@ -182,7 +179,7 @@ class _Described:
     def notes(self) -> list[str]:
         """Return what the figures leave out."""
         layout, found = self._run.setting.layout, []
-        plans = {} if self._run.shards is None else self._run.shards.plans
+        plans = self._run.plans
         unsearched = [
             f for f, plan in plans.items() if any(NOT_SEARCHED in r for r in plan.replicated_reasons.values())
         ]

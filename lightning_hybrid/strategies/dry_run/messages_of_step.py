@@ -7,7 +7,7 @@ Small messages are not: flags on which ranks agree, logged numbers, and the loss
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,15 +78,14 @@ def buffers_of_messages(run: Run, program: Program | None) -> int:
     return total
 
 
-def gradient_messages(run: Run, num_microbatches: int, layer_reads: Collection[str]) -> list[Messages]:
+def gradient_messages(run: Run, num_microbatches: int) -> list[Messages]:
     """Return the averages of gradients over replicas, the gathers of ZeRO, and the sums over stages.
 
     Args:
         run: Of the rank.
         num_microbatches: Of the batch of a replica.
-        layer_reads: FQNs of parameters of layers that other code reads.
     """
-    sent = [each for technique in run.techniques for each in technique.messages(run, num_microbatches, layer_reads)]
+    sent = [each for technique in run.techniques for each in technique.messages(run, num_microbatches)]
     averages = [] if any(technique.shardings for technique in run.techniques) else [*_average_messages(run)]
     return [*averages, *sent, *_tied_messages(run)]
 

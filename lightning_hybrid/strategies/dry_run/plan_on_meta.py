@@ -10,8 +10,7 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split
 from lightning_hybrid.strategies.execution.lifecycle import RunLifecycle
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy
-from lightning_hybrid.strategies.run.partition import RecordedBatch
-from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.run import RecordedBatch, Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 
@@ -52,10 +51,11 @@ class DryRunStrategy(MetaPlanningStrategy):
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         partition = self.partition
-        if run.is_pipelined and partition is not None and partition.batch is not None:
-            partition.batch = RecordedBatch(self.samples, self.num_microbatches)
-        elif partition is not None and partition.batch is not None:
-            self.samples, self.num_microbatches = partition.batch.samples, partition.batch.num_microbatches
+        if run.is_pipelined and partition is not None and run.batch is not None:
+            run = dataclasses.replace(run, batch=RecordedBatch(self.samples, self.num_microbatches))
+            partition.run = run
+        elif run.batch is not None:
+            self.samples, self.num_microbatches = run.batch.samples, run.batch.num_microbatches
         elif run.setting.is_fitting:
             batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
             self.samples = batch_size_of(batch)

@@ -19,7 +19,7 @@ from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.experts import ExpertTensorRanks
-from lightning_hybrid.strategies.techniques.tensor import TensorPlanner
+from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.techniques.technique import Messages, Operation
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective, CountedRanks
@@ -36,12 +36,12 @@ class TensorUnits:
     """
 
     def __init__(
-        self, run: Run, planner: TensorPlanner | None, widths: Mapping[str, WidthSharding] = MappingProxyType({})
+        self, run: Run, planner: TensorParallel | None, widths: Mapping[str, WidthSharding] = MappingProxyType({})
     ) -> None:
         """Take a planned run, the planner that has recorded its calls, and how experts are sharded by FQN."""
         self._widths = widths
         self._run, self.unmeasured = run, dict[str, str]()
-        self._plans = {} if run.shards is None or planner is None else run.shards.plans
+        self._plans = run.plans
         self._calls: Mapping[str, Any] = {} if planner is None else planner.planned_calls.arguments
         self._uses: dict[Hashable, UnitUse | None] = {}
 
@@ -98,12 +98,8 @@ class TensorUnits:
         return sum(local for local, _ in known) / total if total else 1.0
 
     def _policy(self, fqn: str) -> Policy | None:
-        recomputation = self._run.recomputation
-        if recomputation is None:
-            return None
-        return next(
-            (p for layer, p in recomputation.policies.items() if fqn == layer or fqn.startswith(f"{layer}.")), None
-        )
+        policies = self._run.policies.items()
+        return next((policy for layer, policy in policies if fqn == layer or fqn.startswith(f"{layer}.")), None)
 
     def _use(self, fqn: str, place: Place | None) -> UnitUse | None:
         """Measure a unit, sharded or with no place unsharded, unless a unit of its kind has been."""

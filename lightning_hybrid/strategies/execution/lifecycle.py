@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute.policies import Recompute
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.monitors import connect_monitors
 from lightning_hybrid.strategies.description.start_table import announce_run
@@ -112,7 +113,12 @@ class RunLifecycle:
             seed=0,
         )
         # A step that is recorded before there is a run may call backwards and optimizers (manual optimization).
-        self.run = Run(setting=self.setting, mesh=world.mesh, until_end=contextlib.ExitStack())
+        self.run = Run(
+            setting=self.setting,
+            randomness=KeyedRandomness(0, world.device),
+            mesh=world.mesh,
+            until_end=contextlib.ExitStack(),
+        )
         self.execution = StepExecution(self, evaluated)
         self.changes = LayoutChooser(self, self.execution)
         self.first_step = FirstStepCheck(self)

@@ -32,7 +32,7 @@ from lightning_hybrid.strategies.logs.reduction import (
     log_for_replica,
 )
 from lightning_hybrid.strategies.options.options import weigh_by_count
-from lightning_hybrid.strategies.run.build import RunOwner, running_layers
+from lightning_hybrid.strategies.run.build import RunOwner
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.user_code.hooks import current_hook, old_gradients_are_read, output_is_read
@@ -223,7 +223,9 @@ class StepExecution:
                 with self._synced_norms():
                     for policy in self.policies:
                         policy.before(attempt)
-                    run = partial(self._run, attempt.call)  # no frame of ours unless a policy adds one
+                    run: Callable[[], StepResult] = partial(
+                        self._run, attempt.call
+                    )  # no frame of ours unless a policy adds one
                     for policy in self.policies:
                         run = policy.around(attempt, run)
                     result = run()
@@ -291,8 +293,7 @@ class StepExecution:
                 optimization.reducers[None].finish()
             if run.plain_runner is not None and run.mesh.size("data") > 1:  # schedules have their own reductions
                 self.recorder.add(Action(Kind.REDUCE, 0), start)
-        if run.experts is not None:
-            run.experts.agree_on_gradients()
+        run.active.complete_gradients()
 
     # -- any step -----------------------------------------------------------------------------------------------------
 
@@ -320,8 +321,6 @@ class StepExecution:
         assert run.runner is not None
         setting.world.passes()
         backwards = run.runner.num_backwards(call.batch) if call.backwards.are_run else 0
-        if run.experts is not None and call.backwards.are_run:
-            run.experts.check_equal_microbatches(backwards)
         gathered = nullcontext() if call.is_manual else run.gathered(backwards)
         # Once for the step: each forward and backward runs code of the user.
         with setting.contexts.advice(), setting.world.as_user(), gathered:
@@ -352,11 +351,12 @@ class StepExecution:
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
         """Run the user's step without a runner, with compiled layers if there are any."""
-        if self.run.compiled is None:
+        layers = self.run.active.part(keeps_compiled=True)
+        if not layers.replaces_layers:
             return self._logged_step(name, args)
         self._until_backward.close()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(running_layers(self.run, self._owner))
+            stack.enter_context(layers.running())
             output = self._logged_step(name, args)
             if name == "training_step":
                 self._until_backward = stack.pop_all()
@@ -433,8 +433,7 @@ class StepExecution:
                 reducer.finish()
             if run.mesh.size("data") > 1:
                 self.recorder.add_since_last(Action(Kind.REDUCE, 0))
-            if run.experts is not None:
-                run.experts.agree_on_gradients()
+            run.active.complete_gradients()
         if log is not None:  # replicas may ask each other again, now that all have come to the same line
             with current_hook(self.setting.module, "training_step"):
                 log()

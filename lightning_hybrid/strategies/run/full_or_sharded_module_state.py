@@ -128,8 +128,7 @@ class FullOrShardedState:
             reads.complete([tensor for tensor in kept if id(tensor) not in reads.parameters])
         if run.parts is not None:
             run.parts.unshard_parameters(device=device)
-        if run.shards is not None:
-            run.shards.forget()
+        run.active.forget()
         unshard_parameters(run.plan, kept_on=device)
         run.setting.averages.unshard_parameters()
         self.is_full = True

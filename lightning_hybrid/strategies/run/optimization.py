@@ -72,7 +72,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         run.plan,
         run.mesh,
         averages=not run.active.reduces_gradients or setting.is_manual,
-        experts=frozenset() if run.experts is None else run.experts.sharding.placements.keys(),
+        experts=run.names_over("ep"),
         reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
         sharded=frozenset() if run.parts is None else run.parts.names,
     )
@@ -118,7 +118,7 @@ def _parts_of_norms(run: Run) -> LocalShards | None:
     if not run.setting.is_manual:
         return run.parts
     # Shards over replicas are gathered, so that each replica clips full gradients, but for those of experts.
-    gathered = run.gathered_shardings if run.experts is not None else ()
+    gathered = run.gathered_shardings if run.names_over("ep") else ()
     counted_once = [dataclasses.replace(sharding, placements={}) for sharding in gathered]
     return LocalShards(run.setting.module, [*_shardings_in_step(run), *counted_once])
 
@@ -127,7 +127,7 @@ def _connect_precision(run: Run, counted: set[int], parts: LocalShards | None) -
     """Let gradients be clipped by their norm over all ranks, which have these parts of them."""
     setting = run.setting
     if setting.shards_module or isinstance(setting.precision, HybridPrecision):
-        axes = ("pp", "cp", "tp" if setting.is_manual and run.experts is None else "parts")
+        axes = ("pp", "cp", "tp" if setting.is_manual and not run.names_over("ep") else "parts")
         slices = None if parts is None else parts.first_owned_slices
         clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
         precision = setting.mesh_precision

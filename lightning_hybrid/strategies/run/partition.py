@@ -10,42 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.staged import StepRunner
-from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.strategies.logs.phases import phase
-from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.run import RecordedBatch, Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixed_samples
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.state.layout_changes import Fallback
-from lightning_hybrid.strategies.techniques.layer_reads import LayerReads
 from lightning_hybrid.strategies.techniques.order import techniques_of
+from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 
 if TYPE_CHECKING:
-    from lightning_hybrid.memory.recompute.layers import Recomputation
-    from lightning_hybrid.strategies.techniques.experts import ExpertPlanner
-    from lightning_hybrid.strategies.techniques.tensor import TensorPlanner
     from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-    from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedBatch:
-    """The batch of one replica with which the first training step was recorded.
-
-    Attributes:
-        samples: Their number; None if unknown.
-        num_microbatches: The number of microbatches that it is split into.
-    """
-
-    samples: int | None
-    num_microbatches: int
 
 
 class ModulePartition:
@@ -54,33 +35,18 @@ class ModulePartition:
     Attributes:
         run: Of this rank, with what is decided so far.
         may_retry: Whether a training batch may still show that the step can be partitioned after all.
-        tensor_planner: Plans layers over tensor and context ranks, if there are several.
-        expert_planner: Finds the experts, and runs modules with them.
-        layer_reads: Which parameters of a layer code outside of it reads.
         has_step: Whether the module has a step of this kind that could be recorded.
-        batch: The batch with which the training step was recorded, if it was.
         fallback_error: The error on this rank for which ranks hold shards instead, if there was one.
         graph: The recorded training step, of one microbatch, where layers are planned by it.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        randomness: KeyedRandomness,
-        *,
-        may_retry: bool,
-        find_tensor_plan: Callable[..., UnitPlan] | None = None,
-    ) -> None:
+    def __init__(self, run: Run, *, may_retry: bool, find_tensor_plan: Callable[..., UnitPlan] | None = None) -> None:
         self.run, self.may_retry = run, may_retry
         self._find_tensor_plan = find_tensor_plan
-        self.tensor_planner: TensorPlanner | None = None
-        self.expert_planner: ExpertPlanner | None = None
-        self.layer_reads = LayerReads()
         self.has_step = True
-        self.batch: RecordedBatch | None = None
         self.fallback_error: Exception | None = None
         self.graph: StepGraph | None = None
-        self._setting, self._randomness = run.setting, randomness
+        self._setting = run.setting
 
     def _set(self, **decided: Any) -> None:
         self.run = dataclasses.replace(self.run, **decided)
@@ -97,7 +63,7 @@ class ModulePartition:
         recorded, error, refusal = self._try_to_record(arguments, refusal)
         if setting.is_fitting and self.run.is_pipelined and (reason := refusal or setting.world.first_reason(error)):
             self._fall_back(["pp"], reason, error)
-            recorded = self._record_step(arguments) if self._has_planners else ()
+            recorded = self._record_step(arguments) if self._needs_recording else ()
         runner = self.run.runner
         is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
         if is_tried and isinstance(runner, StepRunner) and recorded:
@@ -109,7 +75,7 @@ class ModulePartition:
         if recorded and setting.is_fitting:
             assert self.run.runner is not None
             count = self.run.runner.count("training_step", recorded[0])
-            self.batch = RecordedBatch(batch_size_of(recorded[0]), count)
+            self._set(batch=RecordedBatch(batch_size_of(recorded[0]), count))
         try:
             self._plan_layers(recorded=self.has_step)
         except LayoutError as error:  # on every rank
@@ -127,8 +93,8 @@ class ModulePartition:
         assert plan is not None and metrics is not None
         if not self.run.is_pipelined and not plan.is_partitioned:
             plan.partition_by_size()
-        if self.has_step and setting.recompute is not None:
-            self._set(recomputation=self._recomputation(setting.recompute, plan))
+        for technique in self.run.techniques:
+            technique.decide(self.run)
         self.run.until_end.callback(metrics.close)
         return self.run
 
@@ -140,7 +106,7 @@ class ModulePartition:
         can_fall_back = setting.is_fitting and is_pipelined
         if can_fall_back and (reason := why_no_stages(setting.module)):
             self.may_retry, refusal = False, f"StepError: {reason}"
-        if refusal or not (is_pipelined or self._has_planners):
+        if refusal or not (is_pipelined or self._needs_recording):
             return (), None, refusal
         try:
             return self._record_step(arguments), None, refusal
@@ -166,8 +132,9 @@ class ModulePartition:
         self._plan_on_mesh()
 
     @property
-    def _has_planners(self) -> bool:
-        return self.tensor_planner is not None or self.expert_planner is not None
+    def _needs_recording(self) -> bool:
+        """Whether a technique needs the recording of a step."""
+        return any(technique.records for technique in self.run.techniques)
 
     def _context(self, name: str) -> Any:
         return self._setting.contexts.of(name, delays_loggers=True)
@@ -188,7 +155,7 @@ class ModulePartition:
             )
 
     def _plan_on_mesh(self) -> None:
-        """Make the runner, and the planners that observe layers while the first step is recorded."""
+        """Make the runner, and the techniques that observe layers while the first step is recorded."""
         setting, mesh = self._setting, self.run.mesh
         module, options, world = setting.module, setting.options, setting.world
         if self.run.metrics is not None:
@@ -203,39 +170,16 @@ class ModulePartition:
             mesh,
             world,
             options,
-            self._randomness,
+            self.run.randomness,
             metrics,
             parts=lambda: self.run.parts,
-            around_unpartitioned=lambda: (
-                contextlib.nullcontext() if self.run.experts is None else self.run.experts.full_experts()
-            ),
         )
-        self._set(metrics=metrics, plan=plan, runner=runner)
-        self.tensor_planner = self.expert_planner = None
-        if mesh.size("tp") * mesh.size("cp") > 1:
-            from lightning_hybrid.strategies.techniques.tensor import TensorPlanner, plan_folder
-            from lightning_hybrid.strategies.techniques.tensor_plans import warn_across_nodes
-
-            warn_across_nodes(setting.layout.tensor_parallel_size, world.num_processes, world.num_nodes)
-            self.tensor_planner = TensorPlanner(
-                module,
-                world.mesh,
-                sequence_parallel=options.sequence_parallel,
-                plan=options.tensor_parallel_plan,
-                folder=plan_folder(setting.trainer) if world.mesh.rank == 0 else None,  # the first plans for all
-                find=self._find_tensor_plan,
-            )
-            runner.unit_observers.append(self.tensor_planner.watching)
-        if self.run.is_pipelined and techniques_of(self.run):
-            runner.unit_observers.append(self.layer_reads.watching)
-        # Tensor ranks may hold shards instead.
-        may_be_stacked = mesh.size("tp") > 1 and any(parameter.dim() > 2 for parameter in module.parameters())
-        if setting.is_fitting and (setting.layout.expert_parallel_size > 1 or may_be_stacked):
-            from lightning_hybrid.strategies.techniques.experts import ExpertPlanner
-
-            if ExpertPlanner.is_needed(module, setting.layout):
-                self.expert_planner = ExpertPlanner(module, world.mesh, options, self._randomness, runner.guards)
-                runner.unit_observers.append(self.expert_planner.watching)
+        self._set(metrics=metrics, plan=plan, runner=runner, techniques=())
+        self._set(techniques=techniques_of(self.run))
+        for technique in self.run.techniques:
+            if isinstance(technique, TensorParallel) and self._find_tensor_plan is not None:
+                technique.find = self._find_tensor_plan
+        runner.unit_observers += [each.watching for each in self.run.techniques if each.watches(self.run)]
         if runner.unit_observers:
             runner.unit_observers.append(self._keep_graph)
 
@@ -250,40 +194,9 @@ class ModulePartition:
             LayoutError: Ranks have nothing to shard; on every rank.
         """
         if not recorded:
+            self._set(techniques=())
             return
-        setting, experts = self._setting, self.expert_planner
         shardings: list[AxisSharding] = []
-        shards: ShardedModel | None = None
-        if self.tensor_planner is not None:
-            with phase("searching plans of layers for tensor and context ranks"):
-                shards = self.tensor_planner.plan(experts is not None)
-            shardings += shards.shardings
-        if experts is not None:
-            shardings += experts.plan(shardings, shards)
-        techniques = techniques_of(self.run)
-        for technique in techniques:
+        for technique in reversed(self.run.techniques):
             shardings += technique.place(self.run, shardings)
-        self._set(
-            shards=shards,
-            experts=None if experts is None else experts.shared,
-            techniques=techniques,
-            parts=LocalShards(setting.module, shardings) if shardings else None,
-        )
-
-    def _recomputation(self, recompute: Recompute, plan: StagePlan) -> Recomputation:
-        from lightning_hybrid.strategies.techniques.recompute import (
-            budgeted_layers,
-            recompute_layers,
-            recompute_plain_layers,
-        )
-
-        setting = self._setting
-        module, is_compiled = setting.module, setting.options.compile is not None
-        syncs_norms = setting.norms is not None
-        budget = budgeted_layers(recompute, setting.world, setting.options, syncs_norms=syncs_norms)
-        lists = [] if self.run.experts is None else self.run.experts.lists()
-        how: dict[str, Any] = {"compiled": is_compiled, "budget": budget, "expert_lists": lists}
-        if not self.run.is_pipelined:
-            return recompute_plain_layers(module, recompute, **how)
-        assert plan.first is not None
-        return recompute_layers(module, recompute, plan.first, plan.stages, **how)
+        self._set(parts=LocalShards(self._setting.module, shardings) if shardings else None)

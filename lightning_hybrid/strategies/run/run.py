@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.optim import Optimizer
 
-from lightning_hybrid.techniques.technique import Active, Technique
+from lightning_hybrid.techniques.actives import Actives
+from lightning_hybrid.techniques.technique import Technique
 
 if TYPE_CHECKING:
-    from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
     from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
-    from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
-    from lightning_hybrid.memory.recompute.layers import Recomputation
     from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
@@ -28,14 +27,30 @@ if TYPE_CHECKING:
     from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
     from lightning_hybrid.pipeline.staged import StepRunner
     from lightning_hybrid.pipeline.stages.plan import StagePlan
+    from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
     from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
     from lightning_hybrid.strategies.optimizer_steps.connected import ConnectedOptimizers
     from lightning_hybrid.strategies.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback
-    from lightning_hybrid.strategies.techniques.compile import CompiledUnits
     from lightning_hybrid.strategies.techniques.reducers import Reducers
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+
+
+Kind = TypeVar("Kind", bound=Technique)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedBatch:
+    """The batch of one replica with which the first training step was recorded.
+
+    Attributes:
+        samples: Their number; None if unknown.
+        num_microbatches: The number of microbatches that it is split into.
+    """
+
+    samples: int | None
+    num_microbatches: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,40 +59,32 @@ class Run:
 
     Attributes:
         setting: Of the run.
+        randomness: Keys random numbers of steps.
         mesh: The ranks that parameters are sharded over; wider than the world's where pipeline ranks hold shards.
         fallback: Why ranks hold shards in place of stages, if they do.
         plan: The stages and their parameters; None without a runner.
         runner: Runs steps in microbatches; None where the user's steps run unchanged.
         metrics: Synchronizes torchmetrics of the module; None without a runner.
-        shards: How tensor and context ranks shard each layer, if they do.
         parts: The local shards of parameters; None where this rank holds full ones of its stages.
-        experts: The experts sharded over ranks, if they are.
-        techniques: What it uses besides, in the order in which they nest.
+        batch: With which the training step was recorded; None if it was not.
+        techniques: What it uses besides stages, from the outermost around a layer to the innermost.
         active: What these do while steps run.
-        recomputation: Activation checkpointing, if there is any.
-        activations: Stores the tensors that layers save for the backward, if they are offloaded or compressed.
-        compiled: Layers that run compiled, if any do.
-        chunked_loss: Computes the losses of output heads in chunks, if the user wants it.
         global_reads: Reads of parameters of other stages in user hooks, if there are stages.
         hook_reads: Reads of full parameters in user hooks, if the module is sharded.
         until_end: Closed at the end of the layout: restores the user's objects.
     """
 
     setting: Setting
+    randomness: KeyedRandomness
     mesh: Mesh
     fallback: Fallback | None = None
     plan: StagePlan | None = None
     runner: MicrobatchRunner | None = None
     metrics: MetricSync | None = None
-    shards: ShardedModel | None = None
     parts: LocalShards | None = None
-    experts: ShardedExperts | None = None
+    batch: RecordedBatch | None = None
     techniques: tuple[Technique, ...] = ()
-    active: Active = dataclasses.field(default_factory=Active)
-    recomputation: Recomputation | None = None
-    activations: LayerActivations | None = None
-    compiled: CompiledUnits | None = None
-    chunked_loss: ChunkedLoss | None = None
+    active: Actives = dataclasses.field(default_factory=Actives)
     global_reads: CrossStageReads | None = None
     hook_reads: HookReads | None = None
     until_end: contextlib.ExitStack
@@ -115,13 +122,40 @@ class Run:
         """The shardings of parameters that are gathered for a step."""
         return [sharding for technique in self.techniques for sharding in technique.shardings]
 
+    def technique(self, kind: type[Kind]) -> Kind | None:
+        """Return the technique of a class, if this run uses it."""
+        return next((each for each in self.techniques if isinstance(each, kind)), None)
+
+    @property
+    def shards(self) -> ShardedModel | None:
+        """How tensor and context ranks shard each layer, if they do."""
+        return next((each.shards for each in self.techniques if each.shards is not None), None)
+
+    @property
+    def activations(self) -> LayerActivations | None:
+        """What stores tensors that layers save for the backward, if they are offloaded or compressed."""
+        return next((each.storing for each in self.techniques if each.storing is not None), None)
+
+    @property
+    def plans(self) -> Mapping[str, Any]:
+        """How layers are sharded, by FQN."""
+        return {fqn: plan for technique in self.techniques for fqn, plan in technique.plans.items()}
+
+    @property
+    def policies(self) -> Mapping[str, Any]:
+        """What layers save for the backward, by FQN; everything where it is not named."""
+        return {fqn: policy for technique in self.techniques for fqn, policy in technique.policies.items()}
+
+    def names_over(self, axis: str) -> set[str]:
+        """Return the FQNs of parameters that are sharded over an axis of the mesh."""
+        shardings = [] if self.parts is None else self.parts.shardings
+        return {name for sharding in shardings if sharding.axis == axis for name in sharding.placements}
+
     def context(self, name: str) -> Any:
         """Return the factory of the context around one run of the step ``name``."""
         # Where a runner runs the layers, it enters these itself.
-        techniques = () if self.runner is not None else (self.activations, self.recomputation)
-        around: tuple[Any, ...] = tuple(each.running for each in techniques if each is not None)
-        if self.chunked_loss is not None and self.runner is None:
-            around = (*around, self.chunked_loss.running_step)
+        layers = None if self.runner is not None else self.active.part(keeps_compiled=False)
+        around = () if layers is None else (layers.running, layers.around_step)
         return self.setting.contexts.of(name, delays_loggers=self.runner is not None, around_layers=around)
 
     def gathered(self, num_microbatches: int = 1) -> AbstractContextManager[Any]:
@@ -157,12 +191,8 @@ class Run:
         self.until_end.close()
         return dataclasses.replace(
             self,
-            active=Active(),
+            active=Actives(),
             metrics=None,
-            compiled=None,
-            recomputation=None,
-            activations=None,
-            chunked_loss=None,
             global_reads=None,
             hook_reads=None,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,12 +39,10 @@ def make_runner(
     metrics: MetricSync,
     *,
     parts: Callable[[], LocalShards | None] = lambda: None,
-    around_unpartitioned: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[StagePlan, MicrobatchRunner]:
     """Make the stage plan of a full module, and the runner of its steps.
 
-    ``parts`` returns the local shards of parameters, once they are sharded; ``around_unpartitioned`` is entered around
-    evaluation steps that are not partitioned.
+    ``parts`` returns the local shards of parameters, once they are sharded.
     """
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.
@@ -71,7 +68,6 @@ def make_runner(
         partial(world.rendezvous, compares=False),
         room=partial(_gather_budget, device, world.num_processes),
         warn=_warn_of_unpartitioned,
-        around=around_unpartitioned,
         has_recorded=world.has_recorded,
         fails_alone=world.fails_alone,
     )

@@ -1,9 +1,11 @@
-"""Offload and compression of saved activations in a strategy: which layers, what share of each, and where to."""
+"""Offload and compression of saved activations: which layers, what share of each, and where to."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ from lightning_hybrid.memory.saved_activations.layer_activations import LayerAct
 from lightning_hybrid.memory.saved_activations.places import ActivationFile, HostMemory
 from lightning_hybrid.memory.saved_activations.requests import (
     DISK,
-    ActivationRequests,
     Compression,
     Offload,
 )
@@ -24,40 +25,47 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule.in_flight import microbatches_in_flight
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.techniques.technique import Active, Technique
 
 
-def store_activations(
-    requests: ActivationRequests,
-    module: nn.Module,
-    device: torch.device,
-    plan: StagePlan | None,
-    *,
-    num_microbatches: int,
-    is_compiled: bool,
-    microbatch_key: Callable[[], tuple[int, int]],
-    until_end: contextlib.ExitStack,
-) -> LayerActivations:
-    """Return what stores the tensors that the layers of this rank save.
+class StoredActivations(Technique):
+    """The tensors that layers save for the backward are compressed, or moved to the host or a file until then."""
 
-    Args:
-        requests: Of the user's callbacks.
-        module: The user's.
-        device: Of this rank.
-        plan: The pipeline stages, if there are any.
-        num_microbatches: Of a batch.
-        is_compiled: Whether layers are compiled.
-        microbatch_key: Returns a key of the microbatch that runs, and the number of its run.
-        until_end: Closed when the layers run no more.
+    def build(self, run: Any, owner: Any) -> Active:
+        """Choose the layers of this rank, and what share of each is moved.
 
-    Raises:
-        ActivationError: The device is the host, or layers are compiled, or a name matches no layer.
-    """
+        Raises:
+            ActivationError: The device is the host, or layers are compiled, or a name matches no layer.
+        """
+        self.storing = _stored(run)
+        return _Storing(self.storing, run.runner)
+
+    def lines(self, run: Any) -> list[str]:
+        """Return what is stored where."""
+        return [str(run.setting.saved_activations)]
+
+
+class _Storing(Active):
+    """The layers of this rank, while they run."""
+
+    def __init__(self, layers: LayerActivations, runner: Any) -> None:
+        self.layers, self._runner = layers, runner
+
+    def running(self) -> AbstractContextManager[None]:
+        """Store saved tensors of layers inside; none is rounded while results are compared."""
+        return self.layers.running(is_exact=self._runner is not None and self._runner.is_comparing)
+
+
+def _stored(run: Any) -> LayerActivations:
+    setting = run.setting
+    requests, module, plan = setting.saved_activations, setting.module, run.plan if run.is_pipelined else None
+    device, is_compiled = setting.device, setting.options.compile is not None
     layers, stage_of, in_flight = dict(find_layers(dict(module.named_children()))), dict[str, int](), [1]
     all_layers = layers
     if plan is not None:
         all_layers, stage_of = _layers_of_stages(plan)
         layers = {fqn: layer for fqn, layer in all_layers.items() if stage_of[fqn] in plan.stages}
-        count = max(num_microbatches, 1)
+        count = 1 if run.batch is None else max(run.batch.num_microbatches, 1)
         in_flight = microbatches_in_flight(plan.training_schedule(count))
     if not all_layers:
         raise ActivationError(
@@ -70,8 +78,9 @@ def store_activations(
     moving = None
     if offload is not None:
         shares = offload.share_of_layers({fqn: stage_of.get(fqn, 0) for fqn in layers}, list(all_layers), in_flight)
-        moving = Moving(_place(offload, device, until_end), offload.min_bytes, shares)
-    return LayerActivations(layers, device, compression=compression, moving=moving, microbatch_key=microbatch_key)
+        moving = Moving(_place(offload, device, run.until_end), offload.min_bytes, shares)
+    key = partial(microbatch_key, setting.trainer, setting.seed, setting.world.data_rank, run.randomness)
+    return LayerActivations(layers, device, compression=compression, moving=moving, microbatch_key=key)
 
 
 def microbatch_key(trainer: Any, seed: int, replica: int, randomness: KeyedRandomness) -> tuple[int, int]:

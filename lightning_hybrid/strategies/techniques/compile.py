@@ -11,6 +11,7 @@ import contextlib
 import os
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,64 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.strategies.options.options import compile_options
+from lightning_hybrid.techniques.technique import Active, Technique
 from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, why_not_compiled
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.text import spanned
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+class CompiledLayers(Technique):
+    """Layers run through ``torch.compile``."""
+
+    def __init__(self) -> None:
+        self.units: CompiledUnits | None = None
+
+    def choose(self, run: Any) -> CompiledUnits:
+        """Choose the layers of this rank that run compiled, in a run that is built or only planned."""
+        setting, plan = run.setting, run.plan
+        options = compile_options(setting.options.compile) or {}
+        has_runner, synced = run.runner is not None, setting.norms is not None
+        self.units = CompiledUnits(
+            setting.module, options, setting.device, in_microbatches=has_runner, synced_norms=synced
+        )
+        if plan is None:
+            self.units.choose()
+        else:
+            if plan.first is not None:
+                units, drawing = plan.first.recording.units, plan.first.recording.graph.draws
+            else:  # no step was recorded
+                units, drawing = choose_units(setting.module, 1), [name for name, _ in setting.module.named_modules()]
+            self.units.choose(units, run.shards, drawing, run.randomness)
+        return self.units
+
+    def build(self, run: Any, owner: Any) -> Active:
+        """Choose the layers of this rank that run compiled."""
+        units = self.choose(run)
+        run.until_end.enter_context(share_compile_processes(run.setting.world.num_processes))
+        return _Compiled(units, owner)
+
+    def lines(self, run: Any) -> list[str]:
+        """Return which layers are compiled, and why others are not."""
+        return (self.units or self.choose(run)).lines()
+
+
+class _Compiled(Active):
+    """The layers of this rank, while they run.
+
+    Those that draw random numbers draw others than the one process that a first step is compared with.
+    """
+
+    keeps_compiled = True
+
+    def __init__(self, units: CompiledUnits, owner: Any) -> None:
+        self._units, self._owner = units, owner
+
+    def running(self) -> AbstractContextManager[None]:
+        """Run layers compiled inside."""
+        return nullcontext() if self._owner.is_verifying and self._units.draws else self._units.running()
 
 
 class CompiledUnits:

@@ -1,9 +1,9 @@
-"""Expert parallelism in a strategy: find the experts in the first recorded step, shard and describe them."""
+"""Expert parallelism: the experts are found in the first recorded step, sharded over ranks, and run so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import (
     has_stacked_experts,
 )
 from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts, placements_of
-from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
@@ -33,6 +32,7 @@ from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.options import Options, compile_options
 from lightning_hybrid.strategies.techniques.tensor_plans import check_is_sharded
+from lightning_hybrid.techniques.technique import Active, Technique
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, Ranks
 from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import enter, leave, sum_gradients
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import shard_sequence
@@ -40,14 +40,17 @@ from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives impor
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 
-class ExpertPlanner:
-    """Finds the experts of one full module while its first step is recorded, and runs the step with sharded experts.
+class ExpertParallel(Technique):
+    """Ranks share the experts of a layer, or the width of each; they are found while the first step is recorded.
 
     Attributes:
         summary: The experts found, for the start table.
         shared: The experts sharded over ranks, if they are.
         widths: Shardings of experts over tensor ranks, by FQN of the module.
     """
+
+    records = True
+    shares_layers = True
 
     def __init__(
         self, module: nn.Module, mesh: Mesh, options: Options, randomness: KeyedRandomness, guards: ReadGuards
@@ -63,10 +66,16 @@ class ExpertPlanner:
         self.shared: ShardedExperts | None = None
         self.summary = ""
 
-    @staticmethod
-    def is_needed(module: nn.Module, layout: ParallelLayout) -> bool:
-        """Whether the experts of a module may be sharded over ranks."""
-        return layout.expert_parallel_size > 1 or (layout.tensor_parallel_size > 1 and has_stacked_experts(module))
+    @classmethod
+    def of(cls, run: Any) -> list[ExpertParallel]:
+        """Return it if ranks may share experts."""
+        setting = run.setting
+        module, size = setting.module, setting.layout.expert_parallel_size
+        # Tensor ranks may hold shards instead; a stack has three dimensions.
+        may_be_stacked = any(parameter.dim() > 2 for parameter in module.parameters())
+        if size == 1 and not (may_be_stacked and has_stacked_experts(module)):
+            return []
+        return [cls(module, setting.world.mesh, setting.options, run.randomness, run.runner.guards)]
 
     @contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
@@ -75,7 +84,7 @@ class ExpertPlanner:
             yield
         self._drawing = variant.recording.graph.draws
 
-    def plan(self, shardings: Sequence[AxisSharding], shards: ShardedModel | None) -> list[AxisSharding]:
+    def place(self, run: Any, earlier: Sequence[AxisSharding]) -> Sequence[AxisSharding]:
         """Find the experts on the first rank, and shard them; collective over the world; return the further shardings.
 
         Raises:
@@ -83,7 +92,7 @@ class ExpertPlanner:
                 rank.
             RuntimeError: The search failed; on every rank.
         """
-        size, tensor_size = self._size, self._mesh.size("tp")
+        size, tensor_size, shards = self._size, self._mesh.size("tp"), run.shards
         box: list[Any] = [None]
         if self._mesh.rank == 0:
             try:
@@ -117,7 +126,7 @@ class ExpertPlanner:
         elif tensor_size > 1 and shards is not None:
             check_is_sharded(shards.plans, tensor_size)
         if size > 1:
-            new_shardings.append(self._share(experts, [*shardings, *new_shardings], shards))
+            new_shardings.append(self._share(experts, [*earlier, *new_shardings], shards))
         self.summary = describe_experts(experts, size, tensor_size)
         if self._compile is not None and (experts.adapters or experts.widths):
             _check_graphs(self._compile)
@@ -167,19 +176,84 @@ class ExpertPlanner:
         names = [f"{fqn}.{name}" for name, _ in self._module.get_submodule(fqn).named_parameters()]
         return "" if shards is None else next(filter(None, map(shards.why_not_sharded_elsewhere, names)), "")
 
+    def build(self, run: Any, owner: Any) -> Active:
+        """Collect the experts of this rank."""
+        if self.shared is not None:
+            self.shared.be_ready()
+        modules = {fqn: self._module.get_submodule(fqn) for fqn in self._uncompiled}
+        return _Experts(self.shared, self._widths, modules, self._uncompiled, run.parts)
+
+    def inseparable(self) -> Collection[nn.Module]:
+        """Lists of experts, whose ranks share them: they belong to the layer that routes tokens to them."""
+        return [] if self.shared is None else self.shared.lists()
+
+    def unequally_read(self) -> Collection[str]:
+        """Parameters of a list of experts, which some ranks have no tokens for."""
+        return () if self.shared is None else self.shared.not_gathered_by_layer
+
+    def lines(self, run: Any) -> list[str]:
+        """Return which experts are sharded over which ranks."""
+        return [self.summary] if self.summary else []
+
+
+class _Experts(Active):
+    """The experts of this rank, while they run.
+
+    What experts exchange in the middle of a step cannot be brought to its end without it, so no step is rolled back.
+    """
+
+    can_roll_back = False
+    guards_loaders = False
+
+    def __init__(
+        self,
+        shared: ShardedExperts | None,
+        widths: TensorShardedExperts | None,
+        uncompiled: Mapping[str, nn.Module],
+        eager: Mapping[str, _EagerForward],
+        parts: Any,
+    ) -> None:
+        self._shared, self._widths, self._parts = shared, widths, parts
+        self._uncompiled, self._eager = uncompiled, eager
+        self.can_roll_back = self.guards_loaders = shared is None
+
+    def step(self, num_microbatches: int = 0) -> AbstractContextManager[None]:
+        """Check that replicas run their layers equally often."""
+        if self._shared is not None and num_microbatches:
+            self._shared.check_equal_microbatches(num_microbatches)
+        return nullcontext()
+
+    def complete_gradients(self) -> None:
+        """Give a parameter that one rank owns an empty gradient on the others, if it has one there."""
+        if self._shared is not None:
+            self._shared.agree_on_gradients()
+
+    def unpartitioned(self) -> AbstractContextManager[None]:
+        """Use full experts in an evaluation, also in code outside of their layers."""
+        return nullcontext() if self._shared is None else self._shared.full_experts()
+
+    def begin_evaluation(self) -> None:
+        """Gather the experts: replicas may have unequally many batches."""
+        if self._shared is not None:
+            self._shared.begin_evaluation(self._parts)
+
+    def end_evaluation(self) -> None:
+        """Free the gathered experts."""
+        if self._shared is not None:
+            self._shared.end_evaluation()
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run modules with sharded experts inside."""
         with ExitStack() as stack:
             if self._widths is not None:
                 stack.enter_context(self._widths.local_widths())
-            if self.shared is not None:
-                stack.enter_context(self.shared.running())
+            if self._shared is not None:
+                stack.enter_context(self._shared.running())
             if self._widths is not None:
                 stack.enter_context(self._widths.running())
-            modules = {fqn: self._module.get_submodule(fqn) for fqn in self._uncompiled}
             run = replaced_forwards(
-                modules, lambda fqn, run: self._uncompiled[fqn].around(run), reason="expert parallelism"
+                self._uncompiled, lambda fqn, run: self._eager[fqn].around(run), reason="expert parallelism"
             )
             stack.enter_context(run)
             yield

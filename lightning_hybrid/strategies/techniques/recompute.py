@@ -1,9 +1,10 @@
-"""Activation checkpointing in a strategy: which layers of the recorded step are recomputed."""
+"""Activation checkpointing: which layers of the recorded step are recomputed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +22,79 @@ from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.techniques.budget import BudgetProfile
 from lightning_hybrid.strategies.world.ranks import RankWorld
+from lightning_hybrid.techniques.technique import Active, Technique
+
+
+class Recomputing(Technique):
+    """Layers save their inputs alone, or results of expensive operations too, and run again in the backward.
+
+    It is around the exchange of experts: a repeated forward meets the other ranks as the first one has.
+    """
+
+    def __init__(self) -> None:
+        self.layers: Recomputation | None = None
+
+    def decide(self, run: Any) -> None:
+        """Choose the layers.
+
+        Raises:
+            RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user
+                compiled.
+        """
+        setting = run.setting
+        budget = budgeted_layers(
+            setting.recompute, setting.world, setting.options, syncs_norms=setting.norms is not None
+        )
+        lists = [each for technique in run.techniques for each in technique.inseparable()]
+        how: dict[str, Any] = {
+            "compiled": setting.options.compile is not None,
+            "budget": budget,
+            "expert_lists": lists,
+        }
+        if run.is_pipelined:
+            self.layers = recompute_layers(setting.module, setting.recompute, run.plan.first, run.plan.stages, **how)
+        else:
+            self.layers = recompute_plain_layers(setting.module, setting.recompute, **how)
+
+    def build(self, run: Any, owner: Any) -> Active:
+        """Profile training batches, if a budget chooses the layers."""
+        if self.layers is None:
+            return Active()
+        if self.budget is not None and run.setting.is_fitting:
+            run.until_end.callback(BudgetProfile(run.setting, self.budget, owner).enter(run.setting.trainer))
+            run.until_end.callback(self.budget.close)
+        return _Recomputed(self.layers)
+
+    @property
+    def policies(self) -> Mapping[str, Policy]:
+        """The policy of each layer."""
+        return {} if self.layers is None else self.layers.policies
+
+    @property
+    def budget(self) -> BudgetedLayers | None:
+        """What chooses the layers once their bytes are measured, if the user has set a budget."""
+        return None if self.layers is None else self.layers.budget
+
+    def lines(self, run: Any) -> list[str]:
+        """Return which layers are recomputed."""
+        return (
+            []
+            if self.layers is None
+            else [describe_policies(self.layers.policies, run.setting.recompute, self.expected)]
+        )
+
+
+class _Recomputed(Active):
+    """The layers of this rank, while they run."""
+
+    def __init__(self, layers: Recomputation) -> None:
+        self._layers = layers
+
+    def running(self) -> AbstractContextManager[None]:
+        """Recompute layers that run inside in their backward."""
+        return self._layers.running()
 
 
 def budgeted_layers(

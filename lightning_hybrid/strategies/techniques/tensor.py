@@ -1,25 +1,33 @@
-"""Tensor parallelism in a strategy: plan units in the first recorded step, shard and describe them."""
+"""Tensor and context parallelism: layers are planned in the first recorded step, sharded over ranks, and run so."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.errors import LayoutError, TensorPlanError
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.repeated_layers import find_layers, lines_of_layers
+from lightning_hybrid.strategies.logs.phases import phase
+from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.tensor_plans import (
     check_is_sharded,
     check_sequence_sharding,
+    warn_across_nodes,
     warn_of_full_sequences,
 )
+from lightning_hybrid.techniques.technique import Active, Technique
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls, record_calls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
@@ -31,43 +39,60 @@ from lightning_hybrid.tensor.search.model_search import plan_units
 from lightning_hybrid.tensor.search.plan_cache import PlanCache
 from lightning_hybrid.tensor.search.prove_branch import lines_of_branch
 from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED, plan_unit
+from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import KeyedDraws
 
 
-class TensorPlanner:
-    """Plans the units of one full module while its first step is recorded.
-
-    ``plan`` is the user's (pattern -> style), ``folder`` that of cached plans, if any; ``find`` plans one unit. A
-    pattern that matches nothing raises a TensorPlanError, on every rank.
+class TensorParallel(Technique):
+    """Tensor and context ranks share layers, each of which is planned while the first step is recorded.
 
     Attributes:
         summary: Where the plans came from; on the first rank.
         planned_calls: The calls of the units for which the plans were found.
+        shards: How this rank runs its shard of each layer, once it is placed.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: Mesh,
-        *,
-        sequence_parallel: bool,
-        plan: Mapping[str, str] | None = None,
-        folder: str | None = None,
-        find: Callable[..., UnitPlan] | None = None,
-    ) -> None:
+    records = True
+    shares_layers = True
+
+    def __init__(self, module: nn.Module, mesh: Mesh, options: Options, folder: str | None = None) -> None:
+        """Begins without plans.
+
+        Args:
+            module: The full module.
+            mesh: The ranks.
+            options: Of the strategy, with the user's plan; a pattern that matches nothing raises a TensorPlanError, on
+                every rank.
+            folder: Of cached plans, if there are any.
+        """
         self._module, self._mesh = module, mesh
         self._size, self._context = mesh.size("tp"), mesh.size("cp")
-        self._sequence_parallel: SequenceParallel = "tensor" if sequence_parallel else None
+        self._sequence_parallel: SequenceParallel = "tensor" if options.sequence_parallel else None
         self._user_requests: dict[str, Request] = {}
         self._model_requests: dict[str, Request] = {}
         if self._size > 1:  # plans say how weights are cut
-            self._user_requests, self._model_requests = requests_of_user(module, plan or {}), requests_of_model(module)
-        self._folder, self._find = folder, find or plan_unit
+            self._user_requests = requests_of_user(module, options.tensor_parallel_plan or {})
+            self._model_requests = requests_of_model(module)
+        self._folder, self.find = folder, plan_unit
         self.summary = ""
+        self.shards: ShardedModel | None = None
         self._calls = self.planned_calls = UnitCalls()
         self._units: dict[str, nn.Module] = {}
         self._watched: Collection[nn.Module] = ()
         self._read_by_step: dict[str, str] = {}
         self._uses: dict[str, WeightUse] = {}
+
+    @classmethod
+    def of(cls, run: Any) -> TensorParallel:
+        """Make it for a run over several tensor or context ranks."""
+        setting, world = run.setting, run.setting.world
+        warn_across_nodes(setting.layout.tensor_parallel_size, world.num_processes, world.num_nodes)
+        folder = plan_folder(setting.trainer) if world.mesh.rank == 0 else None  # the first plans for all
+        return cls(setting.module, world.mesh, setting.options, folder)
+
+    @property
+    def plans(self) -> Mapping[str, UnitPlan]:
+        """How layers are sharded."""
+        return {} if self.shards is None else self.shards.plans
 
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
@@ -82,20 +107,22 @@ class TensorPlanner:
         if self._size > 1:
             self._uses = uses.uses
 
-    def plan(self, with_experts: bool = False) -> ShardedModel:
+    def place(self, run: Any, earlier: Sequence[AxisSharding]) -> Sequence[AxisSharding]:
         """Find the plans on the first rank, and broadcast them; collective over the world.
 
-        ``with_experts`` means that experts may be sharded besides: their planner checks that something is sharded.
+        Another technique may shard layers over tensor ranks besides: it checks that something is sharded.
 
         Raises:
             LayoutError: Nothing of the module can be sharded; on every rank.
             TensorPlanError: The user's plan cannot be followed, or is not proved; on every rank.
             RuntimeError: The search failed; on every rank.
         """
+        with_experts = any(each.shares_layers for each in run.techniques if each is not self)
         box: list[Any] = [None]
         if self._mesh.rank == 0:
             try:
-                box[0] = self._planned(with_experts)
+                with phase("searching plans of layers for tensor and context ranks"):
+                    box[0] = self._planned(with_experts)
             except TensorPlanError as error:
                 box[0] = error
             except Exception as error:
@@ -113,7 +140,24 @@ class TensorPlanner:
         if self._sequence_parallel:
             warn_of_full_sequences(box[0], self._size)
         groups = self._mesh.group("tp"), self._mesh.group("cp")
-        return ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"), lines_of_branch)
+        self.shards = ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"), lines_of_branch)
+        return self.shards.shardings
+
+    def build(self, run: Any, owner: Any) -> Active:
+        """Connect the layers of this rank to random numbers, and code outside of them to gathered parameters."""
+        shards = self.shards
+        if shards is None:
+            return Active()
+        shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, run.randomness.uncounted)
+        shards.gather_on_read(run.runner.guards)
+        if (runner := run.plain_runner) is not None:
+            runner.gather_outputs(any(plan.vocabulary or plan.positions for plan in shards.plans.values()))
+        return _Shards(shards)
+
+    def details(self, run: Any) -> list[str]:
+        """Return the plan of each layer; layers with equal plans share lines."""
+        lines = lines_of_layers({fqn: plan.lines() for fqn, plan in self.plans.items()})
+        return [*lines, *self.summary.splitlines()] if self.plans else []
 
     def _check(self, plans: Mapping[str, UnitPlan], with_experts: bool) -> None:
         if self._size > 1 and not with_experts:
@@ -123,7 +167,7 @@ class TensorPlanner:
 
     def _planned(self, with_experts: bool) -> dict[str, UnitPlan]:
         cache = None if self._folder is None else PlanCache(self._folder)
-        plans = self._searched(self._find if cache is None else cache.find)
+        plans = self._searched(self.find if cache is None else cache.find)
         if any(NOT_SEARCHED in reason for plan in plans.values() for reason in plan.replicated_reasons.values()):
             try:
                 self._check(plans, with_experts)
@@ -147,6 +191,27 @@ class TensorPlanner:
             self._uses,
             self._watched,
         )
+
+
+class _Shards(Active):
+    """The layers of this rank, while they run."""
+
+    keeps_compiled = True
+
+    def __init__(self, shards: ShardedModel) -> None:
+        self._shards = shards
+
+    def running(self) -> AbstractContextManager[None]:
+        """Run layers sharded inside."""
+        return self._shards.running()
+
+    def around_step(self) -> AbstractContextManager[Any]:
+        """Gather what code outside of layers reads."""
+        return self._shards.outside_reads()
+
+    def forget(self) -> None:
+        """Drop what is known of local shards."""
+        self._shards.forget()
 
 
 def plan_folder(trainer: Any) -> str | None:

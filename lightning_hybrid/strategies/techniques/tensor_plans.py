@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
 from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import NO_SEQUENCE, NOTHING_SHARDED
 
@@ -96,9 +95,3 @@ def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
 
 def _spans(first: int, size: int, ranks_per_node: int) -> bool:
     return first // ranks_per_node != (first + size - 1) // ranks_per_node
-
-
-def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:
-    """Return lines that describe the plans; units with equal plans share them."""
-    lines = lines_of_layers({fqn: plan.lines() for fqn, plan in plans.items()})
-    return "\n".join([*lines, summary] if summary else lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,9 +26,8 @@ from lightning_hybrid.strategies.techniques.adascale import has_adascale
 from lightning_hybrid.techniques.technique import Active, Footprint, Messages, Operation, Technique
 
 if TYPE_CHECKING:
-    from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
     from lightning_hybrid.optimizers.state_file import Region
-    from lightning_hybrid.pipeline.stages.plan import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
     from lightning_hybrid.zero.sharding import Stage
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.
@@ -46,12 +46,7 @@ class Zero(Technique):
     def __init__(self, stage: int, shardings: Sequence[AxisSharding] = ()) -> None:
         self.stage, self.shardings, self.option = stage, tuple(shardings), f"zero_stage={stage}"
         self._per_layer: bool | None = None  # once it is built
-
-    @classmethod
-    def of(cls, run: Any) -> list[Zero]:
-        """Return it if the user wants it, or if ranks hold shards in place of stages."""
-        stage = 3 if run.fallback is not None else run.setting.options.zero_stage
-        return [cls(stage)] if stage and run.setting.is_fitting else []
+        self._read_outside: frozenset[str] = frozenset()  # FQNs of parameters of layers that other code reads
 
     @staticmethod
     def check(options: Options, mesh: Mesh, precision: object, *, is_manual: bool) -> None:
@@ -83,6 +78,25 @@ class Zero(Technique):
                 entry="precision-message-unused",
             )
 
+    def watches(self, run: Any) -> bool:
+        """Return whether there are stages: without them, a read gathers."""
+        return run.is_pipelined
+
+    @contextlib.contextmanager
+    def watching(self, variant: TraceVariant) -> Iterator[None]:
+        """Observe parameters of a layer that code outside of it reads, as in ``self.positions.weight[:n]``.
+
+        They are no layer's own to gather and free.
+        """
+        from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
+
+        units = variant.recording.units
+        with record_calls(find_layers(units), units) as calls:
+            yield
+        self._read_outside = frozenset(
+            f"{layer}.{name}" for layer, names in calls.read_outside.items() for name in names
+        )
+
     def place(self, run: Any, earlier: Sequence[AxisSharding]) -> Sequence[AxisSharding]:
         """Shard each parameter over the ranks of a shard; an expert over the ranks among them that have it."""
         from lightning_hybrid.zero.ranks import shard_placement
@@ -103,9 +117,11 @@ class Zero(Technique):
 
     def of_rank(self, shardings: Mapping[int, AxisSharding]) -> Zero:
         """Return it as another rank has it, with these shardings by the ids of those here."""
-        return Zero(self.stage, [shardings[id(each)] for each in self.shardings])
+        other = Zero(self.stage, [shardings[id(each)] for each in self.shardings])
+        other._read_outside = self._read_outside
+        return other
 
-    def build(self, run: Any, partition: Any) -> Active:
+    def build(self, run: Any, owner: Any) -> Active:
         """Group the local shards of parameters by layer and stage, and gather and reduce each group."""
         from lightning_hybrid.zero.group import ParameterGroup
         from lightning_hybrid.zero.ranks import ShardRanks, bytes_of_shards
@@ -114,13 +130,14 @@ class Zero(Technique):
 
         if not self.shardings:
             return Active()
-        setting, mesh, experts, dtypes = run.setting, run.mesh, run.experts, message_dtypes(run.setting.precision)
+        setting, mesh, dtypes = run.setting, run.mesh, message_dtypes(run.setting.precision)
         module, device, offload = setting.module, setting.device, setting.options.offloaded
         ranks = expert_ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), **dtypes)
-        if experts is not None:
+        has_experts = bool(run.names_over("ep"))
+        if has_experts:
             expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), **dtypes)
         placements = {name: placement for each in self.shardings for name, placement in each.placements.items()}
-        members = members_of_groups(module, run.plan, partition.layer_reads.names, experts)
+        members = members_of_groups(run, self._read_outside)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         sparse = {names[id(m.weight)] for m in module.modules() if getattr(m, "sparse", None) is True}
         groups: dict[Stage, list[ParameterGroup]] = {}
@@ -143,7 +160,7 @@ class Zero(Technique):
             by_layer = setting.world.decide(by_layer, all_ranks=False)
         active = ZeroSharding(module, groups, ranks, device, per_layer=by_layer)
         self._per_layer = by_layer
-        if by_layer and experts is None and ranks.shard.size() > 1:
+        if by_layer and not has_experts and ranks.shard.size() > 1:
             active.gather_in_rounds(mesh)
         if run.runner is not None and run.runner.guards is not None:  # a recording shows what steps read otherwise
             active.gather_on_read(run.runner.guards)
@@ -213,7 +230,7 @@ class Zero(Technique):
             gathered=outside + sum(sizes[-2:] if self.gathers_per_layer(run) else sizes),
         )
 
-    def messages(self, run: Any, num_microbatches: int, layer_reads: Collection[str]) -> Iterator[Messages]:
+    def messages(self, run: Any, num_microbatches: int) -> Iterator[Messages]:
         """Return the gathers of parameters, and the averages of gradients."""
         from lightning_hybrid.zero.ranks import numel_of_largest_shard
 
@@ -234,7 +251,7 @@ class Zero(Technique):
         if run.is_pipelined and plan.is_partitioned:
             named = {name: p for name, p in named.items() if plan.rank in plan.ranks_of(name)}
         shapes = {name: shard_of(run.parts.shardings, name, full_shape(p)).shape for name, p in named.items()}
-        groups = members_of_groups(run.setting.module, plan, layer_reads, run.experts, names=set(shapes))
+        groups = members_of_groups(run, self._read_outside, names=set(shapes))
         for (stage, layer, dtype, is_expert), members in groups.items():
             shard_axis, copies_axis = ("ep_shard", "ep_outer") if is_expert else ("dp_shard", "dp_replicate")
             sizes = {n: numel_of_largest_shard(torch.Size(shapes[n]), placements.get(n)) for n in members}
@@ -252,11 +269,7 @@ class Zero(Technique):
 
 
 def members_of_groups(
-    module: nn.Module,
-    plan: StagePlan,
-    read_outside: Collection[str],
-    experts: ShardedExperts | None,
-    names: Collection[str] | None = None,
+    run: Any, read_outside: Collection[str], names: Collection[str] | None = None
 ) -> dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]]:
     """Return the local parameters by stage, layer, dtype and whether they are of experts, in the order of layers.
 
@@ -265,13 +278,13 @@ def members_of_groups(
     from lightning_hybrid.step.recording.choose_units import choose_units
     from lightning_hybrid.strategies.techniques.reducers import stage_of_gradient
 
+    module, plan = run.setting.module, run.plan
     units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
     layers = find_layers(units)
     layer_of = _layer_of_parameters(module, layers, plan, read_outside)
-    of_experts: Collection[str] = ()
-    if experts is not None:
-        of_experts = experts.sharding.placements.keys()
-        layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
+    unequal = {name for technique in run.techniques for name in technique.unequally_read()}
+    layer_of = {name: fqn for name, fqn in layer_of.items() if name not in unequal}
+    of_experts = run.names_over("ep")
     members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}
     every = dict(module.named_parameters())

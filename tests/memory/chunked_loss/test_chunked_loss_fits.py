@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.fits import Run, check, fit
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.strategies.techniques.logits import ChunkedLosses
 from models.hand_written import LENGTH, VOCABULARY, WIDTH, Lit, mlp
 from models.wide import BertWide, GPT2Wide, LlamaWide, NanoGPTWide
 
@@ -25,7 +26,8 @@ class Heads(Callback):
         self.recorded = {}
 
     def on_train_batch_end(self, trainer, *_):
-        losses = getattr(getattr(trainer.strategy, "run", None), "chunked_loss", None)
+        run = getattr(trainer.strategy, "run", None)
+        losses = None if run is None else getattr(run.technique(ChunkedLosses), "losses", None)
         for fqn, head in (losses.heads if losses is not None else {}).items():
             self.recorded[fqn] = head.chunks_of, sorted(head.reads)
 

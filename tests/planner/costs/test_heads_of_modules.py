@@ -66,7 +66,7 @@ def test_planned_tensor_ranks_shard_all_layers(name):
     assert planned == {size for size in (2, 4) if key_heads % size == 0}
     size = max(planned)
     plan = make_plan(pl, module := case(), fitted(module), size, {"tensor_parallel_size": size}, "32-true")
-    plans = plan.partition.run.shards.plans
+    plans = plan.partition.run.plans
     layers = {fqn: each for fqn, each in plans.items() if fqn.rpartition(".")[2].isdigit()}
     assert len(layers) >= 2 and not any(each.uneven for each in layers.values())
     for fqn, each in layers.items():

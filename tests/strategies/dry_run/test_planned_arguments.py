@@ -111,7 +111,7 @@ def test_number_of_microbatches_in_v_placement_is_that_of_a_run(schedule):
         make_plan(pl, make(Eight), {"train_dataloaders": loader}, 2, options, "32-true", strategy_class=kind)
         for kind in (DryRunStrategy, PlanningStrategy)
     ]
-    assert [plan.partition.batch.num_microbatches for plan in plans] == [16, 16]
+    assert [plan.partition.run.batch.num_microbatches for plan in plans] == [16, 16]
 
 
 @pytest.mark.filterwarnings("ignore")

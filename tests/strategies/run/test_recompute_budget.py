@@ -42,9 +42,9 @@ class PeakAndReport(Callback):
             self.live = None
 
     def on_train_end(self, trainer, pl_module):
-        recomputation = trainer.strategy.run.recomputation
-        if recomputation is not None:
-            report = recomputation.budget.report
+        budgets = [each.budget for each in trainer.strategy.run.techniques if each.budget is not None]
+        if budgets:
+            report = budgets[0].report
             self.recorded["report"] = report.floor, report.budget
             self.recorded["shares"] = report.kept_share
             self.recorded["recomputed"] = report.recomputed_share

@@ -91,7 +91,7 @@ def test_every_second_layer(worlds):
 
 class RecordsPolicies(Callback):
     def on_train_start(self, trainer, pl_module):
-        self.recorded = dict(trainer.strategy.run.recomputation.policies)
+        self.recorded = dict(trainer.strategy.run.policies)
 
 
 def policies_of(recompute):
@@ -137,7 +137,7 @@ def test_callback_equals_the_option(worlds):
 class Lines(RecordsPolicies):
     def on_train_start(self, trainer, pl_module):
         self.recorded = describe_policies(
-            trainer.strategy.run.recomputation.policies, trainer.strategy.options.recompute
+            trainer.strategy.run.policies, trainer.strategy.options.recompute
         ).splitlines()
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch.nn import functional as F
 
 from harness.fits import Run, check, fit
+from lightning_hybrid.strategies.techniques.compile import CompiledLayers
 from models.hand_written import Dropouts, Layers
 from models.mixtures import Looped, Mixtral
 from models.moe_layers import Balanced
@@ -25,7 +26,7 @@ class RecordsCompiled(Callback):
 
     def on_train_start(self, trainer, pl_module):
         self.module = pl_module
-        self.recorded["lines"] = trainer.strategy.run.compiled.lines()
+        self.recorded["lines"] = trainer.strategy.run.technique(CompiledLayers).units.lines()
 
     def teardown(self, trainer, pl_module, stage):
         self.recorded["left"] = [name for name, m in self.module.named_modules() if {"forward"} & m.__dict__.keys()]

@@ -13,6 +13,7 @@ from harness.checkpoint_runs import PLAIN, PP2, TP2, ZERO, Layout, assert_same_s
 from harness.fits import Run, check, fit, fit_reference, refusal
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.experts import register_experts
+from lightning_hybrid.strategies.techniques.experts import ExpertParallel
 from models.mixtures import DeepseekV3, FewTokens, FewTokensForAll, GptOss, Looped, Mixtral, Qwen3Moe
 from models.moe_layers import Balanced, Experts
 
@@ -277,7 +278,8 @@ class CountsExperts(Callback):
                 "gradients": sum(p.grad.nbytes for p in experts if p.grad is not None),
                 "states": sum(v.nbytes for p in experts for v in optimizer.state[p].values() if v.dim()),
             }
-        shared = getattr(getattr(trainer.strategy, "run", None), "experts", None)
+        run = getattr(trainer.strategy, "run", None)
+        shared = None if run is None else getattr(run.technique(ExpertParallel), "shared", None)
         number = shared.ranks.num_exchanges if shared is not None else 0
         self.recorded, self.before = (local, number - self.before), number
 

@@ -96,8 +96,7 @@ class Policies(Callback):
     """Records how each layer is recomputed."""
 
     def on_train_start(self, trainer, pl_module):
-        chosen = getattr(getattr(trainer.strategy, "run", None), "recomputation", None)
-        self.recorded = {} if chosen is None else dict(chosen.policies)
+        self.recorded = dict(trainer.strategy.run.policies)
 
 
 def policies_of(case, options):

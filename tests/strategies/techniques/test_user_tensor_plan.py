@@ -13,12 +13,10 @@ from torch import nn
 
 from harness.fits import Run, assert_parity, fit, reference_of, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
 from lightning_hybrid.strategies.description import start_table as announcing
 from lightning_hybrid.strategies.techniques.tensor import plan_folder
-from lightning_hybrid.strategies.techniques.tensor_plans import (
-    describe_tensor_plans,
-    warn_across_nodes,
-)
+from lightning_hybrid.strategies.techniques.tensor_plans import warn_across_nodes
 from lightning_hybrid.tensor.search.plan_cache import FILE_NAME
 from models.regression import FEATURES, Regression, regression_data
 
@@ -41,7 +39,7 @@ def test_user_plan_is_applied_by_stage_and_layer(worlds):
     assert origins(plans) == {"your plan"} and plans.keys() == {*(f"layers.{k}" for k in range(4)), "head"}
     assert not plans["layers.1"].num_sharded and plans["layers.2"].num_sharded and plans["head"].num_sharded
     assert ranks[3].plans == plans
-    text = describe_tensor_plans(plans)
+    text = "\n".join(lines_of_layers({fqn: plan.lines() for fqn, plan in plans.items()}))
     assert "layers.0 .. layers.3 (3)\n    0 -> 2 (your plan: by output features)" in text
     assert "replicated (your plan has 'layers.1': 'replicated')" in text
 

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.world.callbacks import RunCallback
 
 if TYPE_CHECKING:
     from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport
 
 
-class Optimized(Protocol):
-    """The owner of a run, with the reducers and optimizers that it has now."""
-
-    optimization: Optimization
-
-
-def profile_for_budget(run: Run, owner: Optimized) -> None:
-    """Profile training batches until the recomputation of a run is chosen, if a budget chooses it."""
-    setting = run.setting
-    if not setting.is_fitting or run.recomputation is None or run.recomputation.budget is None:
-        return
-    budget = run.recomputation.budget
-    run.until_end.callback(BudgetProfile(setting, budget, owner).enter(setting.trainer))
-    run.until_end.callback(budget.close)
-
-
 class BudgetProfile(RunCallback):
     """Tells `BudgetedLayers` when batches begin and end, and which tensors there are between them."""
 
-    def __init__(self, setting: Setting, budget: BudgetedLayers, owner: Optimized) -> None:
+    def __init__(self, setting: Any, budget: BudgetedLayers, owner: Any) -> None:
         self._setting, self._budget, self._owner = setting, budget, owner
         self._is_profiling = False
         self._steps = 0
