@@ -9,12 +9,12 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
-from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, Hardware, load_hardware
-from lightning_hybrid.planner.number_format_of_precision import number_format_of
-from lightning_hybrid.planner.report.planned_run import PlannedRun, why
-from lightning_hybrid.planner.search.layout_options import spelled
-from lightning_hybrid.planner.search.search_layouts import cluster_of, search_layouts
+from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
+from lightning_hybrid.predict.hardware import BandwidthCurve, Hardware, load_hardware
+from lightning_hybrid.predict.layout import number_format_of
+from lightning_hybrid.predict.options import spelled
+from lightning_hybrid.predict.report import PlannedRun, why
+from lightning_hybrid.predict.search import cluster_of, search_layouts
 from lightning_hybrid.text import sized, timed
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "advice"

@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from lightning_hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.foreign import ADVICE
+from lightning_hybrid.techniques import LayerTechnique
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "options.md"
@@ -25,7 +26,7 @@ REGISTRATION = ROOT / "lightning_hybrid" / "registration.py"
 
 NOTES = ROOT / ".ci" / "option_notes.yaml"
 
-IN_EXAMPLES = (CPUAccelerator, LightningEnvironment, TorchCheckpointIO, HybridPrecision, timedelta)
+IN_EXAMPLES = (CPUAccelerator, LayerTechnique, LightningEnvironment, TorchCheckpointIO, HybridPrecision, timedelta)
 
 HEAD = """\
 # Options of the strategy

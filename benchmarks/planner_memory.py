@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent / "published"))
 from published_memory import published_memory
 from published_runs import PublishedRun, published_layouts
 
-from lightning_hybrid.planner.memory.predict_memory import predict_memory
-from lightning_hybrid.planner.predictions import PredictedMemory
+from lightning_hybrid.predict.memory import predict_memory
+from lightning_hybrid.predict.plans import PredictedMemory
 
 
 def predict(run: PublishedRun) -> PredictedMemory:

@@ -23,12 +23,12 @@ import torch
 from memory_table import BATCH, GPT, HEADS, LAYERS, LENGTH, MIB, VOCABULARY, WIDTH, Row, adamw, run_apart, train
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.planner.costs.layer_costs import ModelCosts
-from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
-from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.memory.predict_memory import predict_memory
-from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
-from lightning_hybrid.planner.predictions import PredictedMemory
+from lightning_hybrid.predict.costs.layers import ModelCosts
+from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
+from lightning_hybrid.predict.hardware import load_hardware
+from lightning_hybrid.predict.layout import FORMATS, PlanLayout
+from lightning_hybrid.predict.memory import predict_memory
+from lightning_hybrid.predict.plans import PredictedMemory
 
 SHAPE = TransformerShape(
     LAYERS, WIDTH, 4 * WIDTH, HEADS, VOCABULARY, LENGTH, has_learned_positions=True, has_tied_embedding=False
@@ -116,7 +116,7 @@ CASES = [
 
 def recorded_costs() -> ModelCosts:
     """Costs of the step of the module itself."""
-    recording = importlib.import_module("lightning_hybrid.strategies.record_planner_costs")
+    recording = importlib.import_module("lightning_hybrid.strategies.costs")
     loader = DataLoader(torch.zeros(BATCH, LENGTH + 1, dtype=torch.long), batch_size=BATCH)
     lightning = importlib.import_module("lightning.pytorch")
     return recording.record_costs(lightning, GPT(adamw), {"train_dataloaders": loader}, "32-true").costs

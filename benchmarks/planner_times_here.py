@@ -24,10 +24,10 @@ from scipy.stats import spearmanr
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.planner.costs.transformer_costs import transformer_costs
-from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.plan_layout import FORMATS
-from lightning_hybrid.planner.time.predict_time import predict_time
+from lightning_hybrid.predict.costs.transformer import transformer_costs
+from lightning_hybrid.predict.hardware import load_hardware
+from lightning_hybrid.predict.layout import FORMATS
+from lightning_hybrid.predict.time import predict_time
 
 STEPS, FIRST = 6, 2
 

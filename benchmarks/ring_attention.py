@@ -24,7 +24,7 @@ from side_by_side import Turn, Variant, compare, print_table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
 from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import (
     SequenceSharding,

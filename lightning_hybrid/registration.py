@@ -13,7 +13,7 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-from lightning_hybrid.checkpoint.load_from_checkpoint import accept_folders
+from lightning_hybrid.checkpoint.loading import accept_folders
 from lightning_hybrid.namespace import PACKAGES
 
 _NAMES: dict[str, dict[str, Any]] = {

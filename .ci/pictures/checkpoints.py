@@ -3,7 +3,7 @@
 import torch
 from canvas import GREY, INK, MUTED, RANKS, SMALL, Canvas, tint
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.zero.ranks import shard_placement
 
 SHAPE, SIDE = torch.Size((12, 12)), 60  # of each tensor, and of its picture

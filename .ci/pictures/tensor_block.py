@@ -5,7 +5,7 @@ from canvas import BLUE, GREY, INK, MUTED, ORANGE, RED, Canvas, tint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+from lightning_hybrid.params.placement import shard_tensor
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 

@@ -13,8 +13,8 @@ from published_runs import PublishedRun, published_layouts
 from published_sc21 import published_sc21
 from scipy.stats import spearmanr
 
-from lightning_hybrid.planner.predictions import PredictedTime
-from lightning_hybrid.planner.time.predict_time import predict_time
+from lightning_hybrid.predict.plans import PredictedTime
+from lightning_hybrid.predict.time import predict_time
 
 TIE = 0.03  # measurements of one layout on one day differ by 2.8 %
 

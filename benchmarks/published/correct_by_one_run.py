@@ -13,7 +13,7 @@ import statistics
 
 from compare_times import Comparison, compare, groups_of, source_of
 
-from lightning_hybrid.planner.measured.correction import Correction, LinearCorrection, difference
+from lightning_hybrid.predict.correction import Correction, LinearCorrection, difference
 
 LIMITS = (0.6, 1.01, 2.01, 4.01, float("inf"))
 

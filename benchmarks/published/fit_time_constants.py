@@ -19,8 +19,8 @@ from compare_times import Comparison, compare, source_of
 from published_runs import PublishedRun
 from scipy.optimize import least_squares
 
-from lightning_hybrid.planner.time.efficiency_constants import CONSTANTS, EfficiencyConstants
-from lightning_hybrid.planner.time.predict_time import predict_time
+from lightning_hybrid.predict.layer_time import CONSTANTS, EfficiencyConstants
+from lightning_hybrid.predict.time import predict_time
 
 BOUNDS = {
     "half_size": (64, 400),

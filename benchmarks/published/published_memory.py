@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from published_runs import BYTES_PER_PRINTED_GB, HERE, PublishedRun
 
-from lightning_hybrid.planner.costs.layer_costs import ModelCosts
-from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
-from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.plan_layout import FORMATS, NumberFormat, PlanLayout
+from lightning_hybrid.predict.costs.layers import ModelCosts
+from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
+from lightning_hybrid.predict.hardware import load_hardware
+from lightning_hybrid.predict.layout import FORMATS, NumberFormat, PlanLayout
 
 _LLAMA_3B = TransformerShape(28, 3072, 8192, 24, 128256, 4096, key_value_heads=8, head_size=128, is_gated=True)
 # The instructions of Alpaca are short: 7B models see batches of 2 padded to a few hundred tokens.

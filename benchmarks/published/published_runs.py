@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_hybrid.planner.costs.layer_costs import ModelCosts
-from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
-from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, Hardware, load_hardware
-from lightning_hybrid.planner.plan_layout import FORMATS, NumberFormat, PlanLayout
+from lightning_hybrid.predict.costs.layers import ModelCosts
+from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
+from lightning_hybrid.predict.hardware import BandwidthCurve, Hardware, load_hardware
+from lightning_hybrid.predict.layout import FORMATS, NumberFormat, PlanLayout
 
 HERE = Path(__file__).parent
 VOCABULARIES = {"~250k": 250880, "GPT3": 51200, "LLAMA2": 32000, "LLAMA3": 128256, "Nemotron": 256000}

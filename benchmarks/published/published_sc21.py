@@ -12,9 +12,9 @@ import dataclasses
 
 from published_runs import HERE, PublishedRun
 
-from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
-from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
+from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
+from lightning_hybrid.predict.hardware import load_hardware
+from lightning_hybrid.predict.layout import FORMATS, PlanLayout
 
 VOCABULARY, POSITIONS = 51200, 2048
 

@@ -16,10 +16,10 @@ from compare_times import Comparison, size_text
 from published_runs import PublishedRun
 from published_sc21 import published_sc21
 
-from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
-from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware
-from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
-from lightning_hybrid.planner.time.predict_time import predict_time
+from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
+from lightning_hybrid.predict.hardware import Hardware, load_hardware
+from lightning_hybrid.predict.layout import FORMATS, PlanLayout
+from lightning_hybrid.predict.time import predict_time
 
 MASTER = FORMATS["bf16-true, float32 master weights"]
 KORTHIKANTI = "Korthikanti et al. (arXiv 2205.05198), table 5"

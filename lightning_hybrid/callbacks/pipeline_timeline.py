@@ -30,8 +30,8 @@ from lightning_hybrid.callbacks.monitors.series import gather_rows
 from lightning_hybrid.callbacks.pictures import check_counts, figure_of, log_picture, write_picture
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.patching import around
-from lightning_hybrid.planner.costs.layer_costs import checksum_of_names
-from lightning_hybrid.planner.measured.predicted_and_measured import compared_lines
+from lightning_hybrid.predict.costs.layers import checksum_of_names
+from lightning_hybrid.predict.measured import compared_lines
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample

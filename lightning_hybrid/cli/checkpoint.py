@@ -54,7 +54,7 @@ def _add(actions: Any, name: str, does: str, run: Any, further: str = "") -> arg
 
 
 def _checked(parsed: argparse.Namespace, run: Any) -> int:
-    from lightning_hybrid.checkpoint.checkpoint_folder import incomplete_path
+    from lightning_hybrid.checkpoint.folder import incomplete_path
 
     if not parsed.source.exists() and not incomplete_path(parsed.source).exists():
         raise UsageError(f"there is no {parsed.source}")
@@ -67,7 +67,7 @@ def _checked(parsed: argparse.Namespace, run: Any) -> int:
 
 def _convert(parsed: argparse.Namespace) -> int:
     # Imported late, since this loads torch.
-    from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
+    from lightning_hybrid.checkpoint.convert import to_file, to_folder
 
     if parsed.target.exists():
         raise UsageError(f"{parsed.target} exists; remove it, or name another target")
@@ -93,7 +93,7 @@ def _check_is_folder(parsed: argparse.Namespace) -> None:
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
-    from lightning_hybrid.checkpoint.inspect_checkpoint import summary, table
+    from lightning_hybrid.checkpoint.contents import summary, table
 
     content = summary(parsed.source, weights_only=not parsed.trust)
     if parsed.json:
@@ -104,7 +104,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from lightning_hybrid.checkpoint.inspect_checkpoint import problems
+    from lightning_hybrid.checkpoint.contents import problems
 
     _check_is_folder(parsed)
     try:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.classes import FLAGS
+from lightning_hybrid.cli.classes import FLAGS, ConfiguredRun
 from lightning_hybrid.cli.command import OK, REFUSED, UsageError, add_command, check_counts, print_json
-from lightning_hybrid.cli.progress import Progress
-from lightning_hybrid.cli.recording import (
+from lightning_hybrid.cli.module import (
     STATUSES,
     add_layout_to,
     data_and_device_errors,
     layout_and_classes,
+    memory_rows,
     reads_storage,
-    refusal,
+    refusals,
 )
+from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.text import counted, print_table
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ _EXAMPLE = f"""example:
 
 {STATUSES}"""
 _MOST_RANKS = 512
-_KINDS = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "messages", "total")
 _AXES = {
     "pp": "pipeline",
     "data": "data",
@@ -80,8 +81,17 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout, rank or argument of a class, or sizes that do not multiply to the world.
     """
+    check_counts(parsed, "num_nodes", "devices")
+    content: dict[str, Any] = {}
     with Progress("dryrun") as progress, data_and_device_errors():
-        content = _described(parsed, progress)
+        layout, made, precision = layout_and_classes(parsed, progress)
+        layout = in_world(layout, parsed.num_nodes, parsed.devices)
+        _check_ranks(parsed.rank or ["stages"], layout.devices)
+        import torch  # late, since it takes seconds
+
+        torch.manual_seed(0)
+        with refusals(layout, content):
+            content |= {"layout": layout.name, **_described(parsed, made, layout, precision, progress)}
     if parsed.json:
         print_json(content)
     else:
@@ -89,79 +99,45 @@ def run(parsed: argparse.Namespace) -> int:
     return OK if content["refused"] is None else REFUSED
 
 
-def _described(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    check_counts(parsed, "num_nodes", "devices")
-    layout, made, precision = layout_and_classes(parsed, progress)
-    layout = _with_ranks(layout, parsed)
-    import torch  # late, since it takes seconds
-
-    torch.manual_seed(0)
-    progress.phase("building the module without storage" if not parsed.with_storage else "building the module")
-    try:
-        module, data = _made(made, with_storage=parsed.with_storage)
-        return _dry_run(module, data, layout, parsed, precision, progress)
-    except UsageError:
-        raise
-    except Exception as error:
-        if not parsed.with_storage and reads_storage(error):
-            raise _without_storage("while the step is recorded", error) from error
-        return refusal(layout, error)
-
-
-def _with_ranks(layout: Layout, parsed: argparse.Namespace) -> Layout:
-    """Return the layout with the ranks of the world, which has the chosen ones."""
-    layout = in_world(layout, parsed.num_nodes, parsed.devices)
-    _check_ranks(parsed.rank or ["stages"], layout.devices)
-    return layout
-
-
-def _without_storage(when: str, error: Exception) -> UsageError:
-    line = str(error).splitlines()[0]
-    return UsageError(
-        f"the module reads values of parameters {when}, and these have no storage ({line}); add --with-storage, which"
-        " builds it in full"
-    )
-
-
-def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
-    """Make the user's module and its data.
-
-    Raises:
-        UsageError: The module reads values of its parameters while it is built.
-    """
-    from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-
-    if with_storage:
-        return made.make_module(), made.make_data()
-    try:
-        with parameters_on_meta():
-            return made.make_module(), made.make_data()
-    except Exception as error:
-        if not reads_storage(error):
-            raise
-        raise _without_storage("while it is built", error) from error
-
-
-def _dry_run(
-    module: Any, data: Any, layout: Layout, parsed: argparse.Namespace, precision: str, progress: Progress
+def _described(
+    parsed: argparse.Namespace, made: ConfiguredRun, layout: Layout, precision: str, progress: Progress
 ) -> dict[str, Any]:
-    from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
+    from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+    from lightning_hybrid.strategies.dry_run.ranks import dry_run
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
+    progress.phase("building the module without storage" if not parsed.with_storage else "building the module")
+    building = contextlib.nullcontext() if parsed.with_storage else parameters_on_meta()
+    with _needs_storage("while it is built", parsed), building:
+        module, data = made.make_module(), made.make_data()
     lightning = namespace_of(module)
-    content: dict[str, Any] = dry_run(
-        lightning,
-        module,
-        fit_arguments(lightning, data),
-        layout.devices,
-        layout.options(None),
-        precision,
-        lambda sizes: chosen_ranks(parsed.rank or ["stages"], sizes),
-        num_nodes=parsed.num_nodes,
-        with_shapes=parsed.verbose,
-        on_phase=progress.phase,
-    )
-    return {"layout": layout.name, **content}
+    with _needs_storage("while the step is recorded", parsed):
+        return dry_run(
+            lightning,
+            module,
+            fit_arguments(lightning, data),
+            layout.devices,
+            layout.options(None),
+            precision,
+            lambda sizes: chosen_ranks(parsed.rank or ["stages"], sizes),
+            num_nodes=parsed.num_nodes,
+            with_shapes=parsed.verbose,
+            on_phase=progress.phase,
+        )
+
+
+@contextlib.contextmanager
+def _needs_storage(when: str, parsed: argparse.Namespace) -> Iterator[None]:
+    """Turn the error of code that reads values of parameters without storage into a ``UsageError``."""
+    try:
+        yield
+    except Exception as error:
+        if parsed.with_storage or not reads_storage(error):
+            raise
+        raise UsageError(
+            f"the module reads values of parameters {when}, and these have no storage ({str(error).splitlines()[0]});"
+            " add --with-storage, which builds it in full"
+        ) from error
 
 
 def in_world(layout: Layout, num_nodes: int, devices: int | None) -> Layout:
@@ -263,7 +239,8 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
         print(f"note: {note}")
     print()
     ranks = content["rank"]
-    print_table(_memory_rows(ranks))
+    named = {(f"rank {each['rank']}", ", ".join(map(str, each["stages"]))): each["bytes"] for each in ranks}
+    print_table(memory_rows(["bytes of a rank, estimated", "stages"], named, {}))
     print_table(_message_rows(ranks))
     _print_tensor_plans(content["tensor_plans"])
     if verbose or len(ranks) <= _FEW:
@@ -278,15 +255,6 @@ def _headline(content: dict[str, Any]) -> str:
     samples = "" if content["samples"] is None else f" of {content['samples']} samples"
     count = content["num_microbatches"]
     return f"{content['layout']}: {size}; {counted(count, 'microbatch')} of a replica's batch{samples}"
-
-
-def _memory_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("bytes of a rank, estimated", "stages", *(k.replace("_", " ") for k in _KINDS))]
-    for rank in ranks:
-        sizes = [rank["bytes"][kind] for kind in _KINDS]
-        stages = ", ".join(map(str, rank["stages"]))
-        rows.append((f"rank {rank['rank']}", stages, *("unknown" if size is None else f"{size:,}" for size in sizes)))
-    return rows
 
 
 def _message_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

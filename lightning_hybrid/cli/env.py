@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from lightning_hybrid.cli.command import OK, add_command, print_json
-from lightning_hybrid.planner.hardware.hardware import processor_name
+from lightning_hybrid.predict.hardware import processor_name
 from lightning_hybrid.version import __version__
 
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse", "numpy", "transformers")

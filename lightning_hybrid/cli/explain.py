@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.classes import FLAGS
 from lightning_hybrid.cli.command import OK, REFUSED, add_command, print_json
-from lightning_hybrid.cli.progress import Progress
-from lightning_hybrid.cli.recording import (
+from lightning_hybrid.cli.module import (
     STATUSES,
     add_layout_to,
     data_and_device_errors,
     layout_and_classes,
-    refusal,
+    memory_of,
+    memory_rows,
+    refusals,
 )
+from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.strategies.techniques.experts import ExpertParallel
 from lightning_hybrid.text import print_table
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
-    from lightning_hybrid.memory.estimate_rank_memory import RankMemory
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = f"""example:
@@ -53,27 +53,21 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout or argument of a class.
     """
+    content: dict[str, Any] = {}
     with Progress("explain") as progress, data_and_device_errors():
-        content = _explained(parsed, progress)
+        layout, made, precision = layout_and_classes(parsed, progress)
+        import torch  # late, since it takes seconds
+
+        torch.manual_seed(0)
+        progress.phase("making the module and its data")
+        module, data = made.make_module(), made.make_data()
+        with refusals(layout, content):
+            content |= explain(module, data, layout, precision, on_phase=progress.phase)
     if parsed.json:
         print_json(content)
     else:
         _print(content)
     return OK if content["refused"] is None else REFUSED
-
-
-def _explained(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Make the user's module and data, and explain them; a refusal is in the content."""
-    layout, made, precision = layout_and_classes(parsed, progress)
-    import torch  # late, since it takes seconds
-
-    torch.manual_seed(0)
-    progress.phase("making the module and its data")
-    module, data = made.make_module(), made.make_data()
-    try:
-        return explain(module, data, layout, precision, on_phase=progress.phase)
-    except Exception as error:
-        return refusal(layout, error)
 
 
 def explain(
@@ -88,34 +82,33 @@ def explain(
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
     """
-    from lightning_hybrid.strategies.plan_in_one_process import make_plan
+    from lightning_hybrid.strategies.planning import PlanRequest, make_plan
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     arguments = fit_arguments(lightning, data)
     options = layout.options(None)
-    strategy: Any = make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
-    content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": None, "units": []}
-    content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": strategy.table}
+    run_plan = make_plan(
+        lightning, module, arguments, layout.devices, options, precision, PlanRequest(on_phase=on_phase)
+    )
+    run, refused = run_plan.run, run_plan.refusal
+    run_plan.print_error()
+    content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": refused, "units": []}
+    content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": run_plan.table}
     content |= {
-        "techniques": strategy.techniques,
-        "offloaded": strategy.options.offloaded,
-        "memory": [memory_of(rank) for rank in strategy.memory],
-        "memory_without_techniques": [memory_of(rank) for rank in strategy.memory_without_techniques],
+        "techniques": list(run_plan.techniques),
+        "offloaded": run.setting.options.offloaded,
+        "memory": [memory_of(rank) for rank in run_plan.memory],
+        "memory_without_techniques": [memory_of(rank) for rank in run_plan.memory_without_techniques],
     }
-    partition = strategy.partition
-    if partition is None:
-        return content
-    content["refused"] = strategy.refusal()
-    content["may_retry"] = content["refused"] is not None and partition.may_retry
-    plan = partition.run.plan
-    if plan is not None and plan.first is not None and content["refused"] is None:
+    content["may_retry"] = refused is not None and run_plan.partition is not None and run_plan.partition.may_retry
+    plan = run.plan
+    if plan is not None and plan.first is not None and refused is None:
         content["units"] = units_of(plan.first.assignment, sizes)
         content["stages"] = stages_of(plan.first.assignment, sizes, plan.rank_of)
-    if partition.run.plans:
-        content["tensor_plans"] = {fqn: list(plan.lines()) for fqn, plan in partition.run.plans.items()}
-    if (experts := partition.run.technique(ExpertParallel)) is not None:
+    content["tensor_plans"] = {fqn: list(each.lines()) for fqn, each in run.plans.items()}
+    if (experts := run.technique(ExpertParallel)) is not None:
         content["experts"] = experts.summary
     return content
 
@@ -166,15 +159,6 @@ def stages_of(assignment: Assignment, sizes: dict[str, int], rank_of: Callable[[
     return stages
 
 
-def memory_of(rank: RankMemory) -> dict[str, int | None]:
-    """Return the estimated bytes of one pipeline rank by kind; None where a kind is unknown.
-
-    The total is that of memory: without what is offloaded to files, or from a GPU to the host.
-    """
-    sizes = {kind: size for kind, size in dataclasses.asdict(rank).items() if kind != "offloaded"}
-    return {**sizes, "total": rank.total}
-
-
 def _sizes(names: set[str], num_bytes: Any, sizes: dict[str, int]) -> dict[str, int]:
     """Return the number of parameters, and their bytes, without buffers."""
     own = names & sizes.keys()
@@ -204,23 +188,16 @@ def _print(content: dict[str, Any]) -> None:
 
 def _print_memory(content: dict[str, Any]) -> None:
     """Print the estimated memory of each pipeline rank, with ZeRO, offload and recomputation and without them."""
-    kinds = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
-    names = [
-        kind.replace("_", " ") + (f" ({where})" if (where := content["offloaded"].get(kind)) else "") for kind in kinds
-    ]
-    rows: list[tuple[str, ...]] = [("bytes of a rank, estimated", *names)]
     several = len(content["memory"]) > 1
-
-    def add(label: str, ranks: list[dict[str, int | None]]) -> None:
-        for number, rank in enumerate(ranks):
-            place = f"pipeline rank {number}" if several else "each rank"
-            sizes = [rank[kind] for kind in kinds]
-            rows.append((f"{place}{label}", *("unknown" if size is None else f"{size:,}" for size in sizes)))
-
-    add("", content["memory"])
+    shown = {"": content["memory"]}
     if content["memory_without_techniques"] != content["memory"]:
-        add(" without ZeRO, offload and recomputation", content["memory_without_techniques"])
-    print_table(rows)
+        shown[" without ZeRO, offload and recomputation"] = content["memory_without_techniques"]
+    ranks = {
+        (f"{f'pipeline rank {number}' if several else 'each rank'}{label}",): sizes
+        for label, each in shown.items()
+        for number, sizes in enumerate(each)
+    }
+    print_table(memory_rows(["bytes of a rank, estimated"], ranks, content["offloaded"]))
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, str, str]:

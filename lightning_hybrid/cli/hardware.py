@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.command import OK, UsageError, add_command, print_json, usage_errors, write_text
-from lightning_hybrid.planner.hardware.hardware import PRESETS, BandwidthCurve, Hardware, load_hardware, preset_names
+from lightning_hybrid.predict.hardware import PRESETS, BandwidthCurve, Hardware, load_hardware, preset_names
 from lightning_hybrid.text import columns
 
 _EXAMPLE = """example:

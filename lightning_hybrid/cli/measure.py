@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.cli.env import usable_cores
-from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, Hardware
+from lightning_hybrid.predict.hardware import BandwidthCurve, Hardware
 from lightning_hybrid.verify.ranks import run_ranks
 
 # Seconds that one measurement repeats for; the fastest repetition counts, because others only disturb it.

@@ -20,26 +20,31 @@ from lightning_hybrid.cli.command import (
     usage_errors,
     write_text,
 )
+from lightning_hybrid.cli.module import (
+    add_classes_to,
+    add_precision_to,
+    configured,
+    data_and_device_errors,
+    reads_storage,
+)
 from lightning_hybrid.cli.progress import Progress
-from lightning_hybrid.cli.recording import data_and_device_errors, reads_storage
-from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.memory.recompute.amounts import parse_budget
-from lightning_hybrid.planner.costs.transformer_costs import costs_from_config
-from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
-from lightning_hybrid.planner.measured.correct_by_run import corrected_by
-from lightning_hybrid.planner.number_format_of_precision import number_format_of
-from lightning_hybrid.planner.report.html_report import html_report
-from lightning_hybrid.planner.report.planned_run import PlannedRun, explained_layout, plans_table
-from lightning_hybrid.planner.search.layout_options import check_options, fixed_fields, layout_from_options
-from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES, Plan
-from lightning_hybrid.planner.search.search_layouts import check_cluster, cluster_of, predict_plan, search_layouts
+from lightning_hybrid.predict.costs.transformer import costs_from_config
+from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
+from lightning_hybrid.predict.html import html_report
+from lightning_hybrid.predict.layout import number_format_of
+from lightning_hybrid.predict.measured import corrected_by
+from lightning_hybrid.predict.options import check_options, fixed_fields, layout_from_options
+from lightning_hybrid.predict.plans import OBJECTIVES, Plan
+from lightning_hybrid.predict.report import PlannedRun, explained_layout, plans_table
+from lightning_hybrid.predict.search import check_cluster, cluster_of, predict_plan, search_layouts
 from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, load_measured_costs
 
 if TYPE_CHECKING:
-    from lightning_hybrid.planner.costs.layer_costs import ModelCosts
-    from lightning_hybrid.planner.plan_layout import NumberFormat
-    from lightning_hybrid.strategies.record_planner_costs import RecordedCosts
+    from lightning_hybrid.predict.costs.layers import ModelCosts
+    from lightning_hybrid.predict.layout import NumberFormat
+    from lightning_hybrid.strategies.costs import RecordedCosts
 
 _EXAMPLE = """example:
   lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
@@ -191,7 +196,7 @@ def _record(
 ) -> RecordedCosts:
     import torch
 
-    from lightning_hybrid.strategies.record_planner_costs import record_costs
+    from lightning_hybrid.strategies.costs import record_costs
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     torch.manual_seed(0)

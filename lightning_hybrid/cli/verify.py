@@ -7,23 +7,27 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.classes import FLAGS, ConfiguredRun
+from lightning_hybrid.cli.classes import FLAGS
 from lightning_hybrid.cli.command import (
     OK,
-    PRECISIONS,
     PROBLEM,
     REFUSED,
-    UsageError,
     add_command,
     check_counts,
     print_json,
-    usage_errors,
 )
-from lightning_hybrid.cli.config import TrainerConfig, trainer_config
+from lightning_hybrid.cli.module import (
+    add_classes_to,
+    add_precision_to,
+    add_tensor_plan_to,
+    checked,
+    configured,
+    layout_of,
+)
 from lightning_hybrid.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from lightning_hybrid.verify import Layout, Report
+    from lightning_hybrid.verify import Report
 
 _EXAMPLE = """example:
   lightning-hybrid verify examples/quickstart.py:Classifier --layout pp=2 --layout dp=2
@@ -55,46 +59,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--seed", type=int, help="(config's or 1)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take (%(default)s)")
     parser.add_argument("--strict", action="store_true", help="a layout that is refused gives exit status 1 too")
-
-
-def add_classes_to(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name the user's classes."""
-    parser.add_argument(
-        "module",
-        nargs="?",
-        help="path.to:Module, FILE.py:Module, or a script FILE.py that calls LightningCLI; none if a config names it",
-    )
-    parser.add_argument("--data", help="path.to:DataModule, or a function that makes loaders; the module's own if none")
-    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="of LightningCLI; repeatable")
-
-
-def configured(parsed: argparse.Namespace) -> tuple[ConfiguredRun, TrainerConfig]:
-    """Return what makes the classes of a command line, and what its config says of the run; the classes are imported.
-
-    Raises:
-        UsageError: A path, an argument or a config file is wrong.
-    """
-    flags = [*(f"--config={path}" for path in parsed.config), *parsed.class_flags]
-    run = ConfiguredRun(parsed.module, parsed.data, flags)
-    return run, trainer_config(run.parse())
-
-
-def add_precision_to(parser: argparse.ArgumentParser, default_words: str, default: str | None = None) -> None:
-    """Add ``--precision``, with the names that Lightning knows."""
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        metavar="PRECISION",
-        default=default,
-        help=f"as Lightning spells it ({default_words})",
-    )
-
-
-def add_tensor_plan_to(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for entries of a plan for tensor ranks."""
-    parser.add_argument(
-        "--tensor-plan", action="append", metavar="'*.up_proj=colwise'", help="of layouts with tp=; repeat for several"
-    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -140,31 +104,3 @@ def run(parsed: argparse.Namespace) -> int:
     if not all(report.passes(strict=parsed.strict) for report in reports):
         return PROBLEM
     return REFUSED if any(report.outcome == "refused" for report in reports) else OK
-
-
-def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
-    """Parse a layout, and check that it names options of the strategy.
-
-    Raises:
-        UsageError: It does not, or has an entry without a value or with one that the option does not take.
-    """
-    from lightning_hybrid.verify import parse_layout
-
-    try:
-        with usage_errors():
-            return checked(parse_layout(text, tensor_plan or ()))
-    except TypeError as error:
-        raise UsageError(f"--layout {text!r}: {error}; short names are dp, tp, pp, cp, ep, stages, m, zero") from error
-
-
-def checked(layout: Layout) -> Layout:
-    """Return the layout, whose values the strategy takes.
-
-    Raises:
-        UsageError: It does not take one, whatever the module is.
-    """
-    from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
-
-    with usage_errors():
-        Hybrid3DStrategy(**layout.options(None))
-    return layout

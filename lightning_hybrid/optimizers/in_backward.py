@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.errors import BackwardStepError
 from lightning_hybrid.optimizers.replacement import step_after_closure
 from lightning_hybrid.optimizers.subset import only_parameters, without_step_hooks
-from lightning_hybrid.parts.gather_on_read import below_read_guards
+from lightning_hybrid.params.guards import below_read_guards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 

@@ -27,9 +27,9 @@ from lightning_hybrid.optimizers.replacement import (
     call_step_hooks,
     step_after_closure,
 )
-from lightning_hybrid.parts.parameter_owners import axes_of
-from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.params.owners import axes_of
+from lightning_hybrid.params.placement import Shard, join, shard_tensor
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _FLAG = TensorSpec((1,), torch.uint8)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_hybrid.equivalence.deterministic_mode import WithoutDropoutMode
-from lightning_hybrid.parts.step_hooks import without_registrations
+from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runtime.gradients import without_hooks
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot

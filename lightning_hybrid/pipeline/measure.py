@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import is_out_of_memory
-from lightning_hybrid.parts.step_hooks import without_registrations
+from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.pipeline.compare import GradientMatch, describe_difference
 from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot

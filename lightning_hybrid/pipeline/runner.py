@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.parts.gather_on_read import ReadGuards
+from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant

@@ -1,7 +1,7 @@
 """Unpartitioned evaluation steps, which run on every rank: text generation, or a branch on a value of the model.
 
 Every rank of a replica runs such a step unpartitioned, on the full batch, as a single process does. Parameters of other
-ranks are gathered when they are read (``full_params``). That costs the time of one process and the messages, but no
+ranks are gathered when they are read (``params.reads``). That costs the time of one process and the messages, but no
 memory beyond what is gathered, and the step may do anything.
 """
 
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.agreement import NumberExchange, digest
 from lightning_hybrid.collectives.tensors import broadcast_buffer
-from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement, Meet
-from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
-from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.guards import ReadGuards
+from lightning_hybrid.params.reads.agreement import HookAgreement, Meet
+from lightning_hybrid.params.reads.operations import GatheredParameters
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_owners
 from lightning_hybrid.pipeline.stages.traces import Call

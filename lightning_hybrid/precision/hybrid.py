@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespace import package_in_use
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.precision.float8 import Float8, Float8Layers
 from lightning_hybrid.precision.float32_step import Float32Step, Rounding, check_float32_options, round_to_nearest
 from lightning_hybrid.precision.message_dtypes import MessageDtype, message_dtypes, parse_message_dtype

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
-from lightning_hybrid.parts.shard_boxes import ShardBox, shard_of
+from lightning_hybrid.params.boxes import ShardBox, shard_of
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 
 _LOWER_HALF = 0xFFFF

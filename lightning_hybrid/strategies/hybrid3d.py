@@ -31,11 +31,12 @@ from lightning_hybrid.strategies.execution.lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
 from lightning_hybrid.strategies.options.options import MicrobatchWeight, Options
 from lightning_hybrid.strategies.private_names import check_private_names
+from lightning_hybrid.strategies.run.checkpointed import CheckpointedStrategy
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.setting import needs_runner
-from lightning_hybrid.strategies.run.strategy_base_with_checkpoints import CheckpointedStrategy
 from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
+from lightning_hybrid.techniques.technique import Technique
 
 check_private_names()
 _SHORT = reprlib.Repr()
@@ -46,8 +47,8 @@ _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "chec
 class Hybrid3DStrategy(CheckpointedStrategy):
     """Trains an unmodified LightningModule over data-parallel replicas and pipeline stages.
 
-    The user's ``training_step`` is recorded once without parameters, partitioned into stages of equal cost, and run on
-    each rank with only its stage's arithmetic; losses, gradients and parameters match single-process training.
+    The user's ``training_step`` is recorded once, partitioned into stages of equal cost, and run on each rank with only
+    its stage's arithmetic; losses, gradients and parameters match single-process training.
 
     Args:
         data_parallel_size: Replicas that see different batches; "auto" takes all remaining ranks.
@@ -102,6 +103,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             (``tp_plan`` of transformers) or are searched, and all is proved.
         compile: "units" or True runs each layer through ``torch.compile``; a mapping does too, with its options
             (``backend``, ``mode``, ``dynamic``, ``fullgraph``, ``options``).
+        techniques: Your own, the outermost around a layer first (`lightning_hybrid.techniques`).
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
         save_distributed_checkpoint: Checkpoints are folders in which every rank writes its own bytes; one ordinary
             file, written by the first rank, if False. Either is loaded under any layout.
@@ -117,10 +119,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         process_group_backend: "nccl" or "gloo"; by device if None. gloo sends no tensors of a GPU.
         timeout: Of collective operations.
         start_method: "popen" runs the script once per device; "fork" serves notebooks.
-        accelerator: As in Lightning's own strategies; the Trainer sets it.
-        parallel_devices: The same; one device for each rank of the node.
-        cluster_environment: The same; found by the Trainer if None.
-        checkpoint_io: The same; how files of checkpoints are written and read.
+        accelerator: As in Lightning's own strategies, as are the next three; the Trainer sets it.
+        parallel_devices: One device for each rank of the node.
+        cluster_environment: Found by the Trainer if None.
+        checkpoint_io: How files of checkpoints are written and read.
         precision_plugin: The same; converted to `HybridPrecision` if it is Lightning's own.
         **foreign: Keywords of FSDP, DDP, accelerate and DeepSpeed, each refused with what to set here.
 
@@ -161,6 +163,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
         compile: Literal["units"] | bool | dict[str, Any] | None = None,
+        techniques: Sequence[Technique] = (),
         example_batch: Any = None,
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,

@@ -42,18 +42,22 @@ PYTORCH: dict[str, tuple[str, ...]] = {
     ),
     "trainer.call": (
         *("_call_callback_hooks", "_call_configure_model", "_call_lightning_datamodule_hook"),
-        *("_call_lightning_module_hook", "_call_strategy_hook"),
+        *("_call_lightning_module_hook", "_call_setup_hook", "_call_strategy_hook"),
+    ),
+    "trainer.configuration_validator": ("_verify_loop_configurations",),
+    "trainer.connectors.callback_connector:_CallbackConnector": (
+        *("_attach_model_callbacks", "_attach_model_logging_functions"),
     ),
     "trainer.connectors.checkpoint_connector:_CheckpointConnector": (
         *("_get_lightning_module_state_dict", "_loaded_checkpoint"),
     ),
-    "trainer.connectors.data_connector": ("_InfiniteBarrier", "_get_distributed_sampler", "_request_dataloader"),
+    "trainer.connectors.data_connector": ("_get_distributed_sampler", "_request_dataloader"),
     "trainer.connectors.data_connector:_DataConnector": ("_prepare_dataloader", "_resolve_sampler"),
     "trainer.connectors.logger_connector.result": ("_Metadata", "_ResultMetric", "_Sync"),
     "trainer.connectors.signal_connector:_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     "trainer.trainer:Trainer": (
-        *("_accelerator_connector", "_active_loop", "_checkpoint_connector", "_data_connector", "_loggers"),
-        *("_logger_connector", "_results", "_signal_connector"),
+        *("_accelerator_connector", "_active_loop", "_callback_connector", "_checkpoint_connector", "_data_connector"),
+        *("_logger_connector", "_loggers", "_results", "_signal_connector"),
     ),
     "tuner.batch_size_scaling": ("_try_loop_run",),
     "tuner.lr_finder": ("_LRCallback",),

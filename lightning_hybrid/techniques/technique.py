@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.shards import AxisSharding
+from lightning_hybrid.predict.ranks import Footprint
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -48,20 +49,6 @@ class Messages:
         share = (size - 1) / size
         factors = {"send": 1.0, "all_reduce": 2 * share, "all_gather": size - 1.0}
         return factors.get(self.operation, share) * self.nbytes
-
-
-class Footprint(NamedTuple):
-    """Bytes that a rank holds of its parameters.
-
-    Attributes:
-        parameters: Between steps.
-        gradients: Between steps.
-        gathered: During a step besides: full parameters, and gradients that are not reduced yet.
-    """
-
-    parameters: int
-    gradients: int
-    gathered: int
 
 
 class Active:
@@ -163,6 +150,7 @@ class Technique:
         option: How a user sets it, for messages.
         shardings: The shardings that it has added, of parameters that are gathered for a step.
         records: Whether it needs the recording of the first step.
+        changes_gradients: Whether it needs the complete gradients of a step.
         shares_layers: Whether it may shard layers over tensor ranks.
         shards: How this rank runs its shards of layers, if it does.
         storing: Stores what layers save for the backward, if it does.
@@ -173,6 +161,7 @@ class Technique:
     option = ""
     shardings: tuple[AxisSharding, ...] = ()
     records = False
+    changes_gradients = False
     shares_layers = False
 
     shards: Any = None

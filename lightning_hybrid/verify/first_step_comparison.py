@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.one_process.first_step import OneProcessResult
 from lightning_hybrid.verify.records.compare import as_float64, as_number, farthest, largest_of

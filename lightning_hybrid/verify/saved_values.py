@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.checkpoint_folder import is_folder
-from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file
+from lightning_hybrid.checkpoint.convert import to_file
+from lightning_hybrid.checkpoint.folder import is_folder
 
 
 def saved_values(path: str, module: nn.Module, optimizers: list[Any]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.slow_links.average import CompressedAverage, PendingSum
 from lightning_hybrid.zero.messages import GradientMessages
 

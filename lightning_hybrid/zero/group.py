@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.optimizers.state_file import Region
-from lightning_hybrid.parts.gather_on_read import GatherCallbacks, below_read_guards, guard, unguard
-from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, guard, unguard
+from lightning_hybrid.params.placement import Shard
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.zero.messages import GradientMessages, GradientObserver
 from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optimizers.replacement import step_after_closure
-from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded
+from lightning_hybrid.params.placement import Shard, join, padded
 from lightning_hybrid.zero.group import all_gather_single
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
 
 # torch 2.13 gave the collectives on single tensors new names.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.optimizers.state_file import aligned
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 
 
 @dataclass(frozen=True)

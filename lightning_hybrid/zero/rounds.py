@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.errors import RanksDiffer
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import below_read_guards
+from lightning_hybrid.params.guards import below_read_guards
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.ranks import ShardRanks

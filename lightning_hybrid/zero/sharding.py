@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optimizers.state_file import Region
-from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
+from lightning_hybrid.params.guards import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.objects.pytree import tensors_inside

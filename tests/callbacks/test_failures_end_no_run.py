@@ -17,8 +17,8 @@ from models.regression import Sequential
 CALLBACKS, DESCRIPTION = "lightning_hybrid.callbacks.", "lightning_hybrid.strategies.description."
 MONITORS = f"{CALLBACKS}monitors."
 FAIL = {
-    f"{DESCRIPTION}start_table.describe_run": "the start table",
-    f"{DESCRIPTION}start_table.memory_of_stages": "the estimated memory",
+    f"{DESCRIPTION}table.describe_run": "the start table",
+    f"{DESCRIPTION}table.memory_of_stages": "the estimated memory",
     f"{DESCRIPTION}monitors._flops_per_sample": "the FLOPs of a step",
     f"{DESCRIPTION}monitors.memory_of_stages": "the estimated memory of a rank",
     "lightning_hybrid.strategies.execution.steps.bytes_saved_behind": "the measured size",

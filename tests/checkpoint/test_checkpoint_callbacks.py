@@ -11,8 +11,8 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 
 from harness.feature_runs import Run, compare, on_rank
-from lightning_hybrid.checkpoint import write_checkpoint_folder as folder_writer
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint import write as folder_writer
+from lightning_hybrid.checkpoint.read import SavedFolder
 from lightning_hybrid.errors import CheckpointError
 from models.transfer_learning import Net
 

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint import write_checkpoint_folder as writing
-from lightning_hybrid.checkpoint.background_save import BackgroundSave
-from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
-from lightning_hybrid.checkpoint.inspect_checkpoint import problems
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder, _Index
-from lightning_hybrid.checkpoint.write_checkpoint_folder import covered, prepare
+from lightning_hybrid.checkpoint import folder
+from lightning_hybrid.checkpoint import write as writing
+from lightning_hybrid.checkpoint.background import BackgroundSave
+from lightning_hybrid.checkpoint.contents import problems
+from lightning_hybrid.checkpoint.convert import to_file, to_folder
+from lightning_hybrid.checkpoint.read import SavedFolder, _Index
+from lightning_hybrid.checkpoint.write import covered, prepare
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.errors import CheckpointError, IncompleteCheckpoint
 
@@ -121,7 +121,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
+from lightning_hybrid.checkpoint.convert import to_file, to_folder
 
 
 def own_bytes():
@@ -191,7 +191,7 @@ def test_killed_save_leaves_the_previous_checkpoint(saved, monkeypatch, last_wor
 _SAVES_FOR_EVER = """
 import itertools, sys, torch
 from pathlib import Path
-from lightning_hybrid.checkpoint.write_checkpoint_folder import prepare, write
+from lightning_hybrid.checkpoint.write import prepare, write
 for step in itertools.count(1):
     state = {"state_dict": {"w": torch.full((1000, 500), float(step))}, "global_step": step}
     write(prepare(state, Path(sys.argv[1]), None, {"layout": {}, "versions": {}, "step": step, "epoch": 0}), None)

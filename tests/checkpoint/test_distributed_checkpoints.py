@@ -32,7 +32,7 @@ from harness.checkpoint_runs import (
 )
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint.read import SavedFolder
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.strategies.run import checkpoint_files

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint.read import SavedFolder
 from models.regression import FEATURES, Regression, regression_data
 
 

@@ -20,8 +20,8 @@ from harness.checkpoint_runs import (
     states_of,
 )
 from harness.fits import trainer_of
-from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint.convert import to_file, to_folder
+from lightning_hybrid.checkpoint.read import SavedFolder
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import (

@@ -5,8 +5,8 @@ import torch
 
 from harness.fits import refusal
 from harness.trainer_runs import ignore_warnings, trainer_of
-from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_folder
-from lightning_hybrid.checkpoint.state_shapes import check_state_shapes
+from lightning_hybrid.checkpoint.convert import to_folder
+from lightning_hybrid.checkpoint.shapes import check_state_shapes
 from models.regression import FEATURES, Regression, regression_data
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_folder
+from lightning_hybrid.checkpoint.convert import to_folder
 from lightning_hybrid.cli import main
 from lightning_hybrid.cli.progress import Progress
 

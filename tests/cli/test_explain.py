@@ -70,8 +70,9 @@ def test_memory_with_and_without_techniques(capsys):
     status, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)
     assert status == 0
     assert plan["offloaded"] == {"optimizer_states": "cpu", "gradients": "cpu", "parameters": "cpu"}
-    for number, words in enumerate(["ZeRO-3", "offloaded: ", "recomputed in the backward", "compiled with inductor"]):
-        assert plan["techniques"][number].startswith(words) and plan["techniques"][number] in plan["table"]
+    for words in ("ZeRO-3", "offloaded: ", "recomputed in the backward", "compiled with inductor"):
+        [line] = [line for line in plan["techniques"] if line.startswith(words)]
+        assert line in plan["table"]
     for stage, rank, without in zip(plan["stages"], plan["memory"], plan["memory_without_techniques"], strict=True):
         assert without["parameters"] == without["gradients"] == stage["bytes"] and not without["gathered"]
         # Dims of odd sizes are sharded unevenly.
@@ -113,6 +114,16 @@ def test_text_shows_memory_of_ranks(capsys):
     title, rank, without, *_ = capsys.readouterr().out.splitlines()
     assert "optimizer states (cpu)" in title and "gathered" in title and title.endswith("total")
     assert rank.startswith("each rank  ") and without.startswith("each rank without ZeRO, offload and recomputation  ")
+
+
+@pytest.mark.parametrize("command", ["explain", "dryrun"])
+def test_printed_columns_of_memory_add_up(capsys, command):
+    assert main([command, f"{CLASSES}:Stack", "--layout", "pp=2,m=4"]) == 0
+    title, *rows = capsys.readouterr().out.partition("bytes of a rank, estimated")[2].partition("\n\n")[0].splitlines()
+    assert "working" in title and "messages" in title and len(rows) == 2
+    for row in rows:
+        *sizes, total = (int(cell.replace(",", "")) for cell in row.split()[-8:])
+        assert sum(sizes) == total and len(sizes) == 7
 
 
 def test_text_names_units_stages_and_plans(capsys):

@@ -9,7 +9,7 @@ import pytest
 from lightning_hybrid.cli import main
 from lightning_hybrid.cli import measure as measurement
 from lightning_hybrid.cli.hardware import hardware_to_toml
-from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, load_hardware, preset_names
+from lightning_hybrid.predict.hardware import BandwidthCurve, load_hardware, preset_names
 
 
 def test_list_has_a_row_for_each_preset(capsys):

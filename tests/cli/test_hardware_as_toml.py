@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hybrid.cli.hardware import hardware_to_table, hardware_to_toml
-from lightning_hybrid.planner.hardware.hardware import hardware_from_table, load_hardware, preset_names, tomllib
+from lightning_hybrid.predict.hardware import hardware_from_table, load_hardware, preset_names, tomllib
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -8,8 +8,7 @@ import torch
 from lightning_hybrid.cli import main
 from lightning_hybrid.cli.classes import ConfiguredRun, load_target, split_class_flags
 from lightning_hybrid.cli.command import UsageError
-from lightning_hybrid.cli.config import trainer_config
-from lightning_hybrid.cli.verify import layout_of
+from lightning_hybrid.cli.module import layout_of, trainer_config
 
 CLASSES = "tests/models/command_line_classes.py"
 SCRIPT = "tests/models/command_line_script.py"

@@ -55,6 +55,14 @@ def test_gpt_is_upcycled_and_compared(tmp_path, options, experts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [["--bits", "4"], ["--zero", "3"]], ids=["stages", "zero3"])
+def test_own_technique_trains(tmp_path, options):
+    output = run_example("technique.py", *options, folder=tmp_path)
+    bits = 4 if "4" in options else 8
+    assert f"weights of layers: {bits} bits in the forward" in output and "max_epochs=1` reached" in output
+
+
+@pytest.mark.slow
 def test_tensorboard_has_curves_and_pictures(tmp_path):
     run_example("tensorboard_pictures.py", "there", folder=tmp_path)
     events = EventAccumulator(str(tmp_path / "there" / "lightning_logs" / "version_0"))

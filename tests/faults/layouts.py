@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint.read import SavedFolder
 
 PP2, TP2, HALVES = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}, {"num_microbatches": 2}
 # Ranks, replicas, options of the strategy.

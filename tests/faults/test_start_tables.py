@@ -11,7 +11,7 @@ from faults.layouts import LAYOUTS
 from strategies.run.test_recompute_budget import LARGE, PeakAndReport, with_budget
 
 from harness.fits import fit
-from lightning_hybrid.strategies.plan_in_one_process import make_plan
+from lightning_hybrid.strategies.planning import make_plan
 
 pl = importlib.import_module("lightning.pytorch")
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from harness.fits import trainer_of
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint.read import SavedFolder
 from models.cases import Samples, make
 from models.hand_written import Decoder, Layers, Tied
 from models.hugging_face import GPT2

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 
 _UNCALLED = "the step does not call it"

@@ -17,15 +17,15 @@ from harness.fits import trainer_of
 from harness.schedules import INTERLEAVED
 from harness.trainer_runs import ignore_warnings, lines_of_lightning
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.memory.estimate_rank_memory import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.optimizers.trial import StateSizes
+from lightning_hybrid.predict.ranks import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.in_flight import microbatches_in_flight
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
-from lightning_hybrid.strategies.description.stage_memory import memory_of_ranks, memory_of_stages, places_of
+from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages, places_of
 from lightning_hybrid.strategies.execution.steps import FirstActivations
 from lightning_hybrid.strategies.techniques.zero import Zero
 

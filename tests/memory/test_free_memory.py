@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hybrid.memory import free_memory
+from lightning_hybrid.memory import free
 
 V1 = """cache 4096
 inactive_file 1024
@@ -24,6 +24,6 @@ def test_cached_files_of_a_container_are_free(monkeypatch, tmp_path, statistics)
     for name, text in (("limit", "2000000"), ("usage", "1900000"), ("stat", statistics)):
         (tmp_path / name).write_text(text)
         paths.append(str(tmp_path / name))
-    monkeypatch.setattr(free_memory, "_LIMITS", (tuple(paths),))
-    assert free_memory.free_on_host() == 700_000
-    assert free_memory.host_memory() == 2_000_000
+    monkeypatch.setattr(free, "_LIMITS", (tuple(paths),))
+    assert free.free_on_host() == 700_000
+    assert free.host_memory() == 2_000_000

@@ -9,8 +9,8 @@ from harness.fits import EACH_SHARDING, Run, check, fit, reference_of
 from harness.live_storages import LiveStorages
 from lightning_hybrid.collectives import tensors
 from lightning_hybrid.optimizers.owner_step import OwnerStep
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.params.placement import Piece, Shard
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from models.full_parameter_optimizers import MODULES, ByShampoo, ManuallyByAdafactor, ManuallyByLamb, ManuallyByMuon
 from models.mixtures import Mixtral
 

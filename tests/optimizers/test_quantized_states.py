@@ -19,7 +19,7 @@ from lightning_hybrid.optimizers.trial import (
     has_low_bit_states,
     steps_full_parameters,
 )
-from lightning_hybrid.strategies.description.stage_memory import memory_of_stages
+from lightning_hybrid.strategies.description.memory import memory_of_stages
 from lightning_hybrid.strategies.optimizer_steps.limits import check_quantized_states
 from models.quantized_optimizers import MODULES, By8bit, ByBitsandbytes, Uncompiled
 

@@ -327,7 +327,7 @@ def test_resumed_without_master_weights_and_with_them_again(worlds, tmp_path):
 
 def lines_and_bytes(options):
     """On a rank: the estimated bytes of states of the first rank, and those that there are."""
-    from lightning_hybrid.strategies.description.stage_memory import memory_of_stages
+    from lightning_hybrid.strategies.description.memory import memory_of_stages
 
     module = ExactSums().bfloat16()
     trainer = trainer_of(2, Hybrid3DStrategy(zero_stage=3), [], **plugin(**options))

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.placement import Piece, Shard
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.precision.stochastic_rounding import (
     KeyedRounding,
     ParameterNames,

@@ -17,7 +17,7 @@ from lightning_hybrid.callbacks.monitors.memory_of_tensors import Holder, PeakMe
 from lightning_hybrid.callbacks.monitors.series import Series, gather_rows, keep_series
 from lightning_hybrid.callbacks.pictures import check_counts, log_picture, plot_path, save_plot
 from lightning_hybrid.errors import add_error_note, causes_of, is_out_of_memory
-from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.text import sized

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.moe.assign_expert_rows import dispatch_all_pairs
 from lightning_hybrid.experts.moe.gather_and_combine_expert_rows import combine, gather_rows
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 # (rows [P, D] sorted by expert, row count of each expert [E]) -> results [P, D'], computed on the experts' ranks.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
-from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+from lightning_hybrid.params.placement import shard_tensor
 
 
 class ExpertRanks:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
+from lightning_hybrid.params.placement import Piece, Shard
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent

@@ -29,7 +29,7 @@ from lightning_hybrid.experts.parallel.batched_expert_adapters import (
     small_call,
     small_rows,
 )
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import TensorSnapshot
 from lightning_hybrid.step.objects.pytree import map_leaves

@@ -36,7 +36,7 @@ from lightning_hybrid.experts.parallel.batched_expert_adapters import (
 )
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.planner.costs.expert_sets import ExpertSet
+from lightning_hybrid.predict.costs.layers import ExpertSet
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds

@@ -24,10 +24,10 @@ from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
-from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards, below_read_guards
-from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.params.boxes import shard_of
+from lightning_hybrid.params.guards import GatherCallbacks, OutsideLayerGuard, ReadGuards, below_read_guards
+from lightning_hybrid.params.placement import Shard
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent

@@ -20,7 +20,6 @@ Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]
 Recompute: TypeAlias = int | Policy | str | Sequence[Layers] | Mapping[Layers, Policy]  # the str is a budget
 POLICIES = ("keep", "full", "selective")
-SELECTIVE_SHARE = 0.4
 
 
 def is_selective(policy: object) -> bool:

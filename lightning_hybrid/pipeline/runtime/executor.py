@@ -16,10 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepChanged, StepError, add_error_note
+from lightning_hybrid.errors import (
+    WITHOUT_STAGES,
+    ControlFlowError,
+    StepChanged,
+    StepError,
+    add_error_note,
+)
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.step_hooks import StepHooks
+from lightning_hybrid.params.gradient_hooks import StepHooks
+from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.program import location_of
 from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
-from lightning_hybrid.parts.step_hooks import StepHooks
+from lightning_hybrid.params.gradient_hooks import StepHooks
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.standins.absent_tensors import is_absent

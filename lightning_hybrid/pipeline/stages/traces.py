@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.parts.step_hooks import without_registrations
+from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.recording import record_variant

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.strategies.description.stage_memory import memory_of_ranks, memory_of_stages
+from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.strategies.run.run import Run
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.errors import RanksDisagree
-from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.run.run import Optimization, Run
 

@@ -167,7 +167,7 @@ class FirstStepCheck(StepPolicy):
                 drop(parameter)
 
     def _check_memory(self, batch: Any) -> None:
-        from lightning_hybrid.memory.free_memory import memory_shortage
+        from lightning_hybrid.memory.free import memory_shortage
 
         setting, plan = self._owner.setting, self._owner.run.plan
         # The values of one microbatch, without those inside of units; those of all where a full batch fits.

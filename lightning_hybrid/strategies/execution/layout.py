@@ -160,7 +160,7 @@ class LayoutChooser(StepPolicy):
 
     @property
     def _has_list_optimizers(self) -> bool:
-        from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import (
+        from lightning_hybrid.strategies.user_code.optimizers import (
             keeps_lists_per_parameter,
         )
 

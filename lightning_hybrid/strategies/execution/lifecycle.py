@@ -18,7 +18,7 @@ from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.monitors import connect_monitors
-from lightning_hybrid.strategies.description.start_table import announce_run
+from lightning_hybrid.strategies.description.table import announce_run
 from lightning_hybrid.strategies.execution.first_step import FirstStepCheck
 from lightning_hybrid.strategies.execution.guard import MemoryGuard, guard_trials, searches_batch_size
 from lightning_hybrid.strategies.execution.layout import LayoutChooser, with_cuts_of_checkpoint
@@ -28,7 +28,7 @@ from lightning_hybrid.strategies.logs.throughput import count_devices_in_through
 from lightning_hybrid.strategies.run.build import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.contexts import StepContexts
-from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.optimization import connect_optimizers
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
@@ -40,7 +40,7 @@ from lightning_hybrid.strategies.slow_links.connect import (
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
-from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
+from lightning_hybrid.strategies.state.partial import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.batch_norm import synced_norms
 from lightning_hybrid.strategies.techniques.order import check_techniques

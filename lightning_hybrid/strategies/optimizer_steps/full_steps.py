@@ -14,7 +14,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 from lightning_hybrid.optimizers.owner_step import OwnerStep
 from lightning_hybrid.optimizers.trial import steps_full_parameters
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import replace
 
 

@@ -13,16 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.params.reads.agreement import HookAgreement
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.strategies.optimizer_steps.full_steps import sum_norms_over_shards
-from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import (
+from lightning_hybrid.strategies.user_code.optimizers import (
     adopt_states,
     watch_step,
 )
-from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
+from lightning_hybrid.strategies.user_code.reads import HookReads
 
 
 def read_full_parameters_in_manual_steps(

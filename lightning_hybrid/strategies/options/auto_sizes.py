@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.memory.free_memory import host_memory
-from lightning_hybrid.planner.number_format_of_precision import number_format_of
+from lightning_hybrid.memory.free import host_memory
 from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.predict.layout import number_format_of
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 
 _PACKAGE = __name__.partition(".strategies.")[0]
@@ -94,7 +94,7 @@ def plan_options(strategy: Any) -> dict[str, Any] | Exception:
         strategy: With sizes that are "auto", of a run.
     """
     # It derives a strategy from that of the user, and is above this folder.
-    planning = importlib.import_module(f"{_PACKAGE}.strategies.choose_planned_options")
+    planning = importlib.import_module(f"{_PACKAGE}.strategies.auto")
     try:
         return dict(planning.planned_options(strategy, strategy.lightning_module._trainer))
     except PlanError as error:

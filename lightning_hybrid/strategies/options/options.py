@@ -19,6 +19,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplit
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import Objective
+    from lightning_hybrid.techniques.technique import Technique
 
 
 _SIZES = (
@@ -77,6 +78,7 @@ class Options:
     check_digests: bool = True
     verify_first_step: bool = False
     strict_layout: bool = False
+    techniques: Sequence[Technique] = ()
     process_group_backend: str | None = None
     timeout: timedelta | None = None
     start_method: Literal["popen", "fork"] = "popen"
@@ -115,6 +117,7 @@ class Options:
         self._check_plan()
         self._check_zero()
         check_recompute(self.recompute)
+        self._check_techniques()
         if self.schedule not in SCHEDULE_NAMES:
             raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
         if self.num_microbatches != "auto" and not _is_count(self.num_microbatches):
@@ -218,6 +221,18 @@ class Options:
         sizes = {name: planned.get(name, size) for name, size in self.sizes.items()}
         others = {name: value for name, value in planned.items() if name not in sizes}
         return replace(self, sizes=sizes, objective=None, max_memory=None, **others)
+
+    def _check_techniques(self) -> None:
+        for each in self.techniques:
+            if not callable(getattr(each, "build", None)) or isinstance(each, type):
+                raise TypeError(
+                    f"techniques has {each!r}; use objects of a class like lightning_hybrid.techniques.LayerTechnique"
+                )
+        if self.techniques and self.verify_first_step:
+            raise ValueError(
+                "verify_first_step=True compares the first step with one process, which does not know"
+                f" {type(self.techniques[0]).__name__}; leave one of the two out"
+            )
 
     def _check_zero(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 
-from lightning_hybrid.parts.gradient_hooks import on_full_gradient
+from lightning_hybrid.params.gradient_hooks import on_full_gradient
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.techniques.order import techniques_of
@@ -22,10 +22,10 @@ from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Active
 
 if TYPE_CHECKING:
-    from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
+    from lightning_hybrid.params.reads.stages import CrossStageReads
     from lightning_hybrid.pipeline.stages.plan import StagePlan
     from lightning_hybrid.strategies.run.partition import ModulePartition
-    from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
+    from lightning_hybrid.strategies.user_code.reads import HookReads
 
 
 class RunOwner(Protocol):
@@ -156,13 +156,13 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
 
 def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossStageReads | None, HookReads]:
     """Let hooks of the user read gradients and parameters of all stages."""
-    from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
-    from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
-    from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import skip_absent_parameters
+    from lightning_hybrid.params.reads.agreement import HookAgreement
+    from lightning_hybrid.params.reads.conversions import skip_absent_parameters
+    from lightning_hybrid.params.reads.stages import CrossStageReads
     from lightning_hybrid.pipeline.stages.plan import buffer_owners
-    from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads, summarize_full_parameters
-    from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import wrap_loaders
-    from lightning_hybrid.strategies.user_code.wrap_hooks_in_parameter_reads import wrap_user_hooks
+    from lightning_hybrid.strategies.user_code.loaders import wrap_loaders
+    from lightning_hybrid.strategies.user_code.reads import HookReads, summarize_full_parameters
+    from lightning_hybrid.strategies.user_code.watched import wrap_user_hooks
 
     setting, undo = run.setting, run.until_end
     trainer, module = setting.trainer, setting.module

@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.background_save import BackgroundSave
-from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards, unsharded
+from lightning_hybrid.checkpoint import folder
+from lightning_hybrid.checkpoint.background import BackgroundSave
+from lightning_hybrid.checkpoint.local import OwnedShards, unsharded
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
 from lightning_hybrid.strategies.options.options import Options
-from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.setting import needs_runner
 from lightning_hybrid.strategies.world.failures import warn_of_missing_checkpoint
 from lightning_hybrid.strategies.world.ranks import RankWorld
 
 if TYPE_CHECKING:
-    from lightning_hybrid.checkpoint.write_checkpoint_folder import HostBuffers
+    from lightning_hybrid.checkpoint.write import HostBuffers
 
 # Lightning's name for what it saves before it asks SLURM for the job's return: it must be there by then.
 _BEFORE_REQUEUE = "hpc_ckpt"
@@ -160,7 +160,7 @@ class CheckpointFiles:
                 " save to a folder that all ranks share and copy it",
                 entry="save-local",
             )
-        from lightning_hybrid.checkpoint.write_checkpoint_folder import HostBuffers, prepare, write
+        from lightning_hybrid.checkpoint.write import HostBuffers, prepare, write
 
         world = self._world
         with world.as_launcher(), torch._C.DisableTorchFunction():
@@ -249,7 +249,7 @@ class CheckpointFiles:
         """
         self.wait()
         if folder.is_folder(path):
-            from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+            from lightning_hybrid.checkpoint.read import SavedFolder
 
             share = self._world.mesh.rank, self._world.layout.world_size
             digests = self._options.check_digests
@@ -268,7 +268,7 @@ class CheckpointFiles:
         if not saved or self._module.trainer.state.fn != TrainerFn.FITTING:
             return
         own = self._axis_sizes()
-        from lightning_hybrid.checkpoint.inspect_checkpoint import describe_layout
+        from lightning_hybrid.checkpoint.contents import describe_layout
 
         before, now = (describe_layout({axis: sizes.get(axis, 1) for axis in (*AXES, "ep")}) for sizes in (saved, own))
         if before != now:

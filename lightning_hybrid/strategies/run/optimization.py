@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
@@ -178,7 +178,7 @@ def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> 
     mesh = setting.world.mesh
     for optimizer in optimizers if mesh.size("data") > 1 else ():
         if isinstance(optimizer, LBFGS):
-            from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import search_by_mean_loss
+            from lightning_hybrid.strategies.user_code.optimizers import search_by_mean_loss
 
             undo.callback(search_by_mean_loss(optimizer, partial(mesh.all_reduce, axis="data", op="mean")))
     return watched
@@ -188,7 +188,7 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
     """Let optimizers that need full parameters read those; return them."""
     setting, undo = run.setting, run.until_end
     if setting.is_manual:
-        from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
+        from lightning_hybrid.params.reads.agreement import HookAgreement
         from lightning_hybrid.strategies.optimizer_steps.manual import (
             read_full_parameters_in_manual_steps,
         )
@@ -209,7 +209,7 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
         )
     watched = {} if run.hook_reads is None else run.hook_reads.of_optimizers(optimizers)
     for optimizer, reads in watched.items():
-        from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import watch_step
+        from lightning_hybrid.strategies.user_code.optimizers import watch_step
 
         undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
     return list(watched)
@@ -244,7 +244,7 @@ def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optim
     """Let optimizers that the module calls itself step full or sharded parameters."""
     full = [each for technique in run.techniques for each in technique.step_in_user_step(run, optimizers)]
     if run.guards is not None:
-        from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import step_local_shards
+        from lightning_hybrid.strategies.user_code.optimizers import step_local_shards
 
         for optimizer in optimizers:  # outermost: no other replacement of a step is guarded
             run.until_end.callback(step_local_shards(optimizer, run.guards))

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.full_module_and_optimizer_state import gather_optimizer_state, local_optimizer_state
-from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
-from lightning_hybrid.checkpoint.state_shapes import check_state_shapes
+from lightning_hybrid.checkpoint.full import gather_optimizer_state, local_optimizer_state
+from lightning_hybrid.checkpoint.local import LocalState
+from lightning_hybrid.checkpoint.shapes import check_state_shapes
 from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import ParallelLayout
@@ -106,7 +106,7 @@ class OptimizerStates:
         Raises:
             CheckpointError: States have other shapes than those of these optimizers.
         """
-        from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
+        from lightning_hybrid.checkpoint.read import SavedOptimizer
 
         made, run = self._optimization, self._run
         for optimizer, state in zip(optimizers, states, strict=False):  # before one of them sends anything
@@ -130,7 +130,7 @@ class OptimizerStates:
             offloaded.adopt()
 
     def _check_shapes(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
+        from lightning_hybrid.checkpoint.read import SavedOptimizer
 
         run, local = self._run, self.local_states
         is_sharded = run is not None and (run.parts is not None or run.is_pipelined)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.pipeline.stages.plan import TraceVariant

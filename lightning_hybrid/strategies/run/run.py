@@ -8,19 +8,22 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Technique
 
 if TYPE_CHECKING:
-    from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
     from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
     from lightning_hybrid.optimizers.offloaded import OffloadedStates
-    from lightning_hybrid.parts.gather_on_read import ReadGuards
-    from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+    from lightning_hybrid.params.guards import ReadGuards
+    from lightning_hybrid.params.reads.stages import CrossStageReads
+    from lightning_hybrid.params.shards import AxisSharding, LocalShards
     from lightning_hybrid.pipeline.metrics import MetricSync
     from lightning_hybrid.pipeline.plain import PlainRunner
     from lightning_hybrid.pipeline.runner import MicrobatchRunner
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.strategies.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback
     from lightning_hybrid.strategies.techniques.reducers import Reducers
-    from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
+    from lightning_hybrid.strategies.user_code.reads import HookReads
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 
@@ -145,6 +148,14 @@ class Run:
     def policies(self) -> Mapping[str, Any]:
         """What layers save for the backward, by FQN; everything where it is not named."""
         return {fqn: policy for technique in self.techniques for fqn, policy in technique.policies.items()}
+
+    def local_layers(self) -> dict[str, nn.Module]:
+        """Return the layers of this rank's stages, by FQN: the largest modules that repeat, and those beside them."""
+        units = dict(self.setting.module.named_children())
+        if self.is_pipelined and self.plan is not None and self.plan.first is not None:
+            units = dict(self.plan.first.recording.units)
+        layers = find_layers(units).items()
+        return {fqn: layer for fqn, layer in layers if not any(map(is_absent, layer.parameters()))}
 
     def names_over(self, axis: str) -> set[str]:
         """Return the FQNs of parameters that are sharded over an axis of the mesh."""

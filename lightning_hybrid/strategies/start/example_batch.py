@@ -19,7 +19,7 @@ from lightning_hybrid.patching import reduced_as
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ArgumentSnapshot, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import children_of, flatten
-from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import ReadRecorder
+from lightning_hybrid.strategies.user_code.loaders import ReadRecorder
 from lightning_hybrid.strategies.world.samplers import samplers_of
 
 _NOTHING = object()

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.memory.free_memory import host_memory
+from lightning_hybrid.memory.free import host_memory
 from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.text import sized

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.memory.free_memory import free_bytes
+from lightning_hybrid.memory.free import free_bytes
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plain import PlainRunner
 from lightning_hybrid.pipeline.runner import MicrobatchRunner

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import WITHOUT_STAGES, LayoutError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_hybrid.checkpoint.full_module_and_optimizer_state import load_module_state
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.checkpoint.full import load_module_state
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.pipeline.stages.plan import (
     drop_absent_in_copy,

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.strategies.techniques.reducers import Reducers
 from lightning_hybrid.techniques.technique import Active
 

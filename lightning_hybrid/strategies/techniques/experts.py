@@ -25,8 +25,8 @@ from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import (
 )
 from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts, placements_of
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.guards import ReadGuards
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness

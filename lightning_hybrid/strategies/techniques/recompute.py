@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.free_memory import free_bytes
+from lightning_hybrid.memory.free import free_bytes
 from lightning_hybrid.memory.recompute.amounts import parse_budget
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.layers import Recomputation

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_hybrid.errors import LayoutError, TensorPlanError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers, lines_of_layers
 from lightning_hybrid.strategies.logs.phases import phase

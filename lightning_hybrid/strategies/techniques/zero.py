@@ -13,17 +13,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import LayoutError, PrecisionError
-from lightning_hybrid.memory.free_memory import free_bytes
+from lightning_hybrid.memory.free import free_bytes
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import can_guard
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
-from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.params.boxes import shard_of
+from lightning_hybrid.params.guards import can_guard
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.precision.message_dtypes import message_dtypes
+from lightning_hybrid.predict.ranks import Footprint
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.techniques.adascale import has_adascale
-from lightning_hybrid.techniques.technique import Active, Footprint, Messages, Operation, Technique
+from lightning_hybrid.techniques.technique import Active, Messages, Operation, Technique
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.state_file import Region

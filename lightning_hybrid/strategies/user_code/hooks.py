@@ -17,7 +17,7 @@ from lightning_hybrid.optimizers.replacement import STEP_HOOKS, replace_step
 from lightning_hybrid.patching import replaced
 
 if TYPE_CHECKING:
-    from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
+    from lightning_hybrid.strategies.user_code.reads import HookReads
 
 
 # Modules whose hooks no user wrote.

@@ -45,7 +45,7 @@ from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
 
 if TYPE_CHECKING:
-    from lightning_hybrid.planner.search.plans_and_rejections import Plan
+    from lightning_hybrid.predict.plans import Plan
 
 
 class RankedStrategy(ParallelStrategy):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard, embed_in_zeros, join, padded, shard_tensor
+from lightning_hybrid.params.placement import Shard, embed_in_zeros, join, padded, shard_tensor
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
 
 Map = Callable[[Tensor], Tensor]

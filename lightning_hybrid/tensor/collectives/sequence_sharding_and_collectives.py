@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
+from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks
 from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import LinearMap
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_hybrid.equivalence.narrow.copy_of_unit import copy_of_unit, divided_leaf
 from lightning_hybrid.equivalence.narrow.shape_trace import ShapeTrace, difference_but_width, why_not_same_program
 from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, divisions, named_widths
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, scaled, shard_tensor
+from lightning_hybrid.params.placement import Placement, Shard, scaled, shard_tensor
 from lightning_hybrid.step.objects.pytree import unflatten
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Replicated, Shard, split_over_two_axes
+from lightning_hybrid.params.placement import Placement, Replicated, Shard, split_over_two_axes
 
 Role = Literal["column", "row", "gathered", "attention", "vocabulary"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.errors import CannotShard
-from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
+from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
 from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import gather, leave

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Placement, Shard
+from lightning_hybrid.params.placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
 from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import gather, leave
 

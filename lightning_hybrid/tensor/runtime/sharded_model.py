@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, join, padded
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.params.guards import ReadGuards
+from lightning_hybrid.params.placement import Placement, Shard, join, padded
+from lightning_hybrid.params.reads.tensor_ranks import FullParameterReads
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.shared_memory.collectives import hidden_from_modes
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
@@ -33,7 +34,6 @@ from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Gro
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
-from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import AroundDraw
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.arrivals import all_arrive, arrive
 from lightning_hybrid.errors import CannotShard, StepError
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
+from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.randomness.keyed_draws import FORWARD_WRAPPER
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten

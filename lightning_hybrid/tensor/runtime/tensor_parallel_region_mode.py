@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import CannotShard
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.randomness.random_number_ops import draws
 from lightning_hybrid.step.objects.op_names import names, operator_names
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH

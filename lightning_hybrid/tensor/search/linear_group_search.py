@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard
+from lightning_hybrid.params.placement import Placement, Shard
 from lightning_hybrid.tensor.discovery.linear_dataflow import LinearDataflow, Pair, trace_linears
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import Origin, UnitRequests

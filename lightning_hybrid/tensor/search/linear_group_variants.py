@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Placement, Shard
+from lightning_hybrid.params.placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.discovery.linear_dataflow import Arrangement, LinearDataflow
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.search.merge_group_plans_into_unit import GroupPlan, merged_plan

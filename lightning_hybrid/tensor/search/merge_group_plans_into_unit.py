@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Replicated, Shard
+from lightning_hybrid.params.placement import Placement, Replicated, Shard
 from lightning_hybrid.tensor.plan.unit_plan import NO_LINEAR, Group, LinearLike, Role, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.trial.example_inputs import Example
 

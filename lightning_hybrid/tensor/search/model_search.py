@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.errors import TensorPlanError
-from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
+from lightning_hybrid.params.placement import Shard, join, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import full_shape

@@ -24,7 +24,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.step.objects.source_folders import TENSOR
 from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan

@@ -19,7 +19,7 @@ from functools import partial
 
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, split_over_two_axes
+from lightning_hybrid.params.placement import Placement, Shard, split_over_two_axes
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.merge_group_plans_into_unit import GroupPlan, merged_plan
 from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import find_sequence, plan_sequence

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.difference_from_full_unit import are_equal_within, difference_of, difference_of_sum
-from lightning_hybrid.parts.parameter_shard_placement import Replicated
+from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.tensor.plan.unit_plan import (
     NOT_A_MULTIPLE,
     RING,

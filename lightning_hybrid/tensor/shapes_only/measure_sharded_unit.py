@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+from lightning_hybrid.params.placement import shard_tensor
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta, on_meta
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten

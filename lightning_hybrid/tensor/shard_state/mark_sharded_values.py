@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.params.placement import Shard
 
 
 def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None, *, linear: str = "") -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
+from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.step.instrument.slow_attention import slow_attention
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize

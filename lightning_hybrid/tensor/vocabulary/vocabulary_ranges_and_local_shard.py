@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded
+from lightning_hybrid.params.placement import Shard, join, padded
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
 

@@ -17,11 +17,10 @@ from lightning_hybrid.callbacks import MemoryMonitor, PipelineTimeline
 from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
 from lightning_hybrid.callbacks.pipeline_timeline import ModelAndMemory
 from lightning_hybrid.cli import main
-from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
-from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.number_format_of_precision import number_format_of
-from lightning_hybrid.planner.plan_layout import PlanLayout
-from lightning_hybrid.planner.search.search_layouts import predict_plan
+from lightning_hybrid.predict.costs.module import costs_from_parameters
+from lightning_hybrid.predict.hardware import load_hardware
+from lightning_hybrid.predict.layout import PlanLayout, number_format_of
+from lightning_hybrid.predict.search import predict_plan
 from lightning_hybrid.schedule.measured.seconds import load_measured_costs
 from lightning_hybrid.text import timed
 from models.command_line_classes import Stack

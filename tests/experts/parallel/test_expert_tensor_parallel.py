@@ -11,7 +11,7 @@ from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
 from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard, shard_tensor
+from lightning_hybrid.params.placement import Piece, Shard, shard_tensor
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of
 from models.mixtures import WIDTH, GptOss, Mixtral

@@ -13,7 +13,7 @@ from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPai
 from lightning_hybrid.experts.parallel.equivalence_proof import ExpertsProof
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import possible_widths
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
+from lightning_hybrid.params.placement import Piece, Shard
 from models.faulty_experts import FAULTY, FaultyIfWide, FixedFeatures, OddWidth, Pairs, ReadsResults
 
 TESTS = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPai
 from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
 from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
-from lightning_hybrid.strategies.record_planner_costs import record_costs
+from lightning_hybrid.strategies.costs import record_costs
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of
 from models.mixtures import WIDTH, LoopedExperts, Mixtral

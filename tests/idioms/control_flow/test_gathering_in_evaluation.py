@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.trainer_runs import assert_same, trainer_of
-from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
+from lightning_hybrid.params.reads.operations import GatheredParameters
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start import runner_factory as stage_runner
 from models.tiny import Tiny, loader

@@ -98,7 +98,7 @@ OPTIMIZATION = [
 ]
 
 
-# Reads of gradients, and clipping by value, are those of `full_params/test_gradient_reads.py`.
+# Reads of gradients, and clipping by value, are those of `params/reads/test_gradient_reads.py`.
 @each_under("module", OPTIMIZATION, [STAGES, BOTH], covered_by={ClipsValues: ClipsLate, LogsGradientNorm: ClipsLate})
 def test_hooks_of_optimization(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=4)

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from schedule.measured.test_propose_cuts import assigned, blocks
+from schedule.measured.test_cuts import assigned, blocks
 
 from lightning_hybrid.schedule import Portals, make_schedule, simulate
 from lightning_hybrid.schedule.measured.cuts import MeasuredCut, learned_seconds, next_cuts

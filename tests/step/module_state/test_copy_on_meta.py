@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from harness.fits import trainer_of
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.step.standins.absent_tensors import drop
-from lightning_hybrid.strategies.record_planner_costs import record_costs
+from lightning_hybrid.strategies.costs import record_costs
 from models.cases import Samples, make
 
 

@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
-from lightning_hybrid.strategies.description.recomputation_under_budget import expected_recomputation
-from lightning_hybrid.strategies.plan_in_one_process import make_plan
+from lightning_hybrid.predict.ranks import RankMemory
+from lightning_hybrid.strategies.description.memory import expected_recomputation
+from lightning_hybrid.strategies.planning import make_plan
 from models.cases import Samples, make
 from models.hand_written import Layers
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from harness.fits import Run, fit, reference_of
 from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.memory.estimate_rank_memory import RankMemory
-from lightning_hybrid.strategies.description.start_lines import (
+from lightning_hybrid.predict.ranks import RankMemory
+from lightning_hybrid.strategies.description.lines import (
     describe_batch,
     describe_batch_norm,
     describe_embeddings,
@@ -28,7 +28,7 @@ from lightning_hybrid.strategies.description.start_lines import (
     describe_memory,
     describe_offload_on_cpu,
 )
-from lightning_hybrid.strategies.description.start_table import _file_and_line
+from lightning_hybrid.strategies.description.table import _file_and_line
 from lightning_hybrid.strategies.techniques.zero import Zero
 from models.tiny import Tiny, loader
 

@@ -4,16 +4,15 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
-from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.plan_layout import FORMATS
-from lightning_hybrid.planner.report.planned_run import PlannedRun
-from lightning_hybrid.planner.search.layout_options import fixed_fields
-from lightning_hybrid.planner.search.search_layouts import search_layouts
-from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
-from lightning_hybrid.strategies.dry_run.messages_of_step import program_of
-from lightning_hybrid.strategies.dry_run.plan_on_meta import DryRunStrategy
-from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
+from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
+from lightning_hybrid.predict.hardware import load_hardware
+from lightning_hybrid.predict.layout import FORMATS
+from lightning_hybrid.predict.options import fixed_fields
+from lightning_hybrid.predict.report import PlannedRun
+from lightning_hybrid.predict.search import search_layouts
+from lightning_hybrid.strategies.dry_run.messages import program_of
+from lightning_hybrid.strategies.dry_run.ranks import dry_run
+from lightning_hybrid.strategies.planning import PlanRequest, make_plan
 from models.cases import Samples, make
 from models.hand_written import Layers
 from models.moe_layers import Experts
@@ -67,17 +66,16 @@ def test_printed_trainer_has_the_layout_of_the_plan(name):
     layout, trainer, batch = planned(*PLANS[name])
     kind, ranks = PLANS[name][-1], trainer["devices"] * trainer["num_nodes"]
     loader = DataLoader(Samples(kind.kind, 4 * batch), batch_size=batch)
-    strategy = make_plan(
+    plan = make_plan(
         pl,
         make(kind),
         {"train_dataloaders": loader},
         ranks,
         trainer["strategy"],
         trainer["precision"],
-        num_nodes=trainer["num_nodes"],
-        strategy_class=DryRunStrategy,
+        PlanRequest(trainer["num_nodes"], has_storage=False, first_microbatch=True),
     )
-    run = strategy.run_as_planned
+    run, batches = plan.run, plan.batch
     made, options = run.setting.layout, run.setting.options
     assert run.fallback is None and made.world_size == ranks == layout.ranks
     assert made.pipeline_parallel_size == layout.pipeline
@@ -86,9 +84,9 @@ def test_printed_trainer_has_the_layout_of_the_plan(name):
     assert made.context_parallel_size == layout.context
     assert made.expert_parallel_size == layout.expert
     assert batch * layout.data == layout.batch
-    assert strategy.num_microbatches == layout.num_microbatches
-    assert -(-batch // strategy.num_microbatches) == layout.microbatch
-    program = program_of(run, strategy.num_microbatches)
+    assert batches.num_microbatches == layout.num_microbatches
+    assert -(-batch // batches.num_microbatches) == layout.microbatch
+    program = program_of(run, batches.num_microbatches)
     if layout.pipeline > 1:
         assert program.schedule.num_stages == layout.num_stages
         assert program.schedule.num_microbatches == layout.num_microbatches
@@ -108,10 +106,10 @@ def test_number_of_microbatches_in_v_placement_is_that_of_a_run(schedule):
     loader = DataLoader(Samples(Eight.kind, 64), batch_size=32)
     options = {"pipeline_parallel_size": 2, "schedule": schedule}
     plans = [
-        make_plan(pl, make(Eight), {"train_dataloaders": loader}, 2, options, "32-true", strategy_class=kind)
-        for kind in (DryRunStrategy, PlanningStrategy)
+        make_plan(pl, make(Eight), {"train_dataloaders": loader}, 2, options, "32-true", request)
+        for request in (PlanRequest(has_storage=False, first_microbatch=True), PlanRequest())
     ]
-    assert [plan.partition.run.batch.num_microbatches for plan in plans] == [16, 16]
+    assert [plan.run.batch.num_microbatches for plan in plans] == [16, 16]
 
 
 @pytest.mark.filterwarnings("ignore")

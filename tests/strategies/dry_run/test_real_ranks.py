@@ -12,7 +12,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
 from lightning_hybrid.callbacks.monitors.sent_bytes import SentBytes
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
+from lightning_hybrid.strategies.dry_run.ranks import dry_run
 from models.cases import Samples, make
 from models.mixtures import Mixtral
 from models.nano_gpt import NanoGPT

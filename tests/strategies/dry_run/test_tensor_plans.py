@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from harness.fits import Run, fit
 from lightning_hybrid.cli.dryrun import print_ranks
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
+from lightning_hybrid.strategies.dry_run.ranks import dry_run
 from lightning_hybrid.tensor.narrow import narrow_layer as narrowing
 from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED
 from models.cases import Samples, make

@@ -5,7 +5,7 @@ import torch
 
 from harness.fits import refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.strategies.techniques import zero as layers
 from models.regression import Regression, regression_data
 

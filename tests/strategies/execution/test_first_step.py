@@ -13,7 +13,7 @@ from torch import nn
 
 from harness.trainer_runs import trainer_of, weights_of
 from lightning_hybrid.errors import FirstStepError
-from lightning_hybrid.memory import free_memory as memory
+from lightning_hybrid.memory import free as memory
 from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
 from lightning_hybrid.strategies.execution.first_step import describe_verdict, print_once
 from lightning_hybrid.verify.first_step_comparison import Verdict

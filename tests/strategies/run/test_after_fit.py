@@ -13,8 +13,8 @@ from transformers import BertConfig, BertModel
 
 from harness.layouts import under_sizes
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.strategies.run import full_or_sharded_module_state
-from lightning_hybrid.strategies.run.full_or_sharded_module_state import Place, place_for
+from lightning_hybrid.strategies.run import module_state
+from lightning_hybrid.strategies.run.module_state import Place, place_for
 from models.regression import FEATURES, Regressor, mlp, regression_data
 
 
@@ -149,8 +149,8 @@ def assert_refused_soon(results):
     ],
 )
 def test_place_for_a_full_module_of_ten_bytes(monkeypatch, device, missing, processes, expected):
-    monkeypatch.setattr(full_or_sharded_module_state, "free_bytes", lambda device: 5)
-    monkeypatch.setattr(full_or_sharded_module_state, "free_on_host", lambda: 30)
+    monkeypatch.setattr(module_state, "free_bytes", lambda device: 5)
+    monkeypatch.setattr(module_state, "free_on_host", lambda: 30)
     assert place_for(10, missing, processes, torch.device(device)) is expected
 
 
@@ -161,7 +161,7 @@ class OnlyTrains(Exports):
 
 def without_room(pp, folder, further):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(full_or_sharded_module_state, "free_on_host", lambda: 0)
+        patch.setattr(module_state, "free_on_host", lambda: 0)
         module, trainer = fit(OnlyTrains, 2, pp, folder, **further)
         with pytest.raises(RuntimeError, match="ended without room"):
             module.state_dict()

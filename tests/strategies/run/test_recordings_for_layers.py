@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
+from lightning_hybrid.strategies.planning import make_plan
 
 taken = []  # by each recording; what it writes to a module is undone
 
@@ -32,14 +32,9 @@ class Counted(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=4)
 
 
-class _WithoutEstimate(PlanningStrategy):
-    def _describe(self, run, recorded):
-        pass
-
-
 @pytest.mark.parametrize("branches", [False, True])
 def test_only_a_step_with_branches_is_recorded_with_several_guesses(branches):
     taken.clear()
-    make_plan(pl, Counted(branches), {}, 2, {"tensor_parallel_size": 2}, "32-true", strategy_class=_WithoutEstimate)
+    make_plan(pl, Counted(branches), {}, 2, {"tensor_parallel_size": 2}, "32-true")
     assert set(taken) == {True, not branches}
     assert len(taken) == (6 if branches else 3)  # for the units, for their calls, and for activations

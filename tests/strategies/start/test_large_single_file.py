@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from harness.trainer_runs import ignore_warnings, trainer_of
-from lightning_hybrid.memory.free_memory import host_memory
+from lightning_hybrid.memory.free import host_memory
 from lightning_hybrid.strategies.start import file_size as warning
 from models.tiny import Tiny, loader
 

@@ -14,7 +14,7 @@ from torch import nn
 from harness.fits import Run, assert_parity, fit, reference_of, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
-from lightning_hybrid.strategies.description import start_table as announcing
+from lightning_hybrid.strategies.description import table as announcing
 from lightning_hybrid.strategies.techniques.tensor import plan_folder
 from lightning_hybrid.strategies.techniques.tensor_plans import warn_across_nodes
 from lightning_hybrid.tensor.search.plan_cache import FILE_NAME

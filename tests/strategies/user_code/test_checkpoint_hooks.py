@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint.read import SavedFolder
 from lightning_hybrid.errors import CheckpointError
 from models.tiny import Tiny, loader
 

@@ -90,7 +90,7 @@ SCRIPT = """
         print("attempts", ATTEMPT + 1, "steps", trainer.global_step, flush=True)
 """
 SINGLE = 'import lightning.fabric.utilities.cloud_io as io; faulty(io.torch, "save", "save")'
-FOLDERS = 'import lightning_hybrid.checkpoint.write_checkpoint_folder as writing; faulty(writing, "_write_own", "save")'
+FOLDERS = 'import lightning_hybrid.checkpoint.write as writing; faulty(writing, "_write_own", "save")'
 LAYOUTS = {
     "zero3": {"zero_stage": 3},
     "pp2": {"pipeline_parallel_size": 2, "num_microbatches": 2},

@@ -14,7 +14,7 @@ from harness.live_storages import LiveStorages
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+from lightning_hybrid.params.placement import shard_tensor
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
 from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import SequenceSharding
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit

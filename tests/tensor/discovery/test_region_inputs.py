@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_hybrid.parts.parameter_shard_placement import Replicated
+from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
 from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs
 from lightning_hybrid.tensor.search.model_search import plan_units

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Replicated, Shard
+from lightning_hybrid.params.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as sequence_collectives
 from lightning_hybrid.tensor.narrow import narrow_layer as narrowing
 from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer

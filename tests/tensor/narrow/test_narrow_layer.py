@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard, shard_tensor
+from lightning_hybrid.params.placement import Piece, Shard, shard_tensor
 from lightning_hybrid.tensor.narrow import narrow_layer as narrowing
 from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer, plan_of_other_width
 from lightning_hybrid.tensor.plan.unit_plan import NO_LINEAR

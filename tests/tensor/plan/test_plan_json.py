@@ -5,7 +5,7 @@ import json
 import pytest
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Replicated, Shard
+from lightning_hybrid.params.placement import Replicated, Shard
 from lightning_hybrid.tensor.plan.unit_plan import Group, LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.search.plan_cache import from_json, to_json
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.errors import CannotShard
-from lightning_hybrid.parts.parameter_shard_placement import join, shard_tensor
+from lightning_hybrid.params.placement import join, shard_tensor
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.search.unit_search import plan_unit

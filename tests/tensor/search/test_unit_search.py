@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Replicated, Shard
+from lightning_hybrid.params.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import find_positions
 from lightning_hybrid.tensor.search.plan_cache import from_json, to_json
 from lightning_hybrid.tensor.search.unit_search import plan_unit

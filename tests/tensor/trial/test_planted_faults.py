@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Replicated, Shard
+from lightning_hybrid.params.placement import Replicated, Shard
 from lightning_hybrid.tensor.collectives import sequence_shard_tensor
 from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as sequence_collectives
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.parameter_shard_placement import join, shard_tensor
+from lightning_hybrid.params.placement import join, shard_tensor
 from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses
 from lightning_hybrid.tensor.search.model_search import choose_vocabulary_shardings, cross_entropy_failure
 from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed, on_ranks

@@ -1,0 +1,106 @@
+"""What a checkpoint contains, in a table, and what is wrong with one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_hybrid.checkpoint import folder
+from lightning_hybrid.checkpoint.convert import read_file
+from lightning_hybrid.checkpoint.flat import OPTIMIZERS, references, take_tensors
+from lightning_hybrid.checkpoint.read import SavedFolder
+from lightning_hybrid.checkpoint.torch_writer import Tell, tell_nothing
+from lightning_hybrid.checkpoint.write import covered
+from lightning_hybrid.text import columns
+
+_OPTIONS = {
+    "pp": "pipeline_parallel_size",
+    "tp": "tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+}
+
+
+def summary(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """Return what a folder or file contains as plain values: layout, step and versions, and each tensor by its key."""
+    if path.is_file():
+        state, about = read_file(path, weights_only=weights_only)
+        found = take_tensors(state, is_first=True)[1]
+        sizes = {key: (tensor.shape, tensor.dtype, 1) for key, tensor in found.items()}
+        about = {**about, "files": {path.name: {"bytes": path.stat().st_size}}}
+        about["versions"].pop("torch")  # that of this process
+    else:
+        saved = SavedFolder(path, weights_only=weights_only, digests=False)  # no tensor is read
+        sizes = {key: (t.size, t.properties.dtype, len(t.chunks)) for key, t in saved.tensors.items()}
+        about = saved.manifest
+    tensors = {
+        key: {
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "bytes": math.prod(shape) * dtype.itemsize,
+            "boxes": boxes,
+        }
+        for key, (shape, dtype, boxes) in sorted(sizes.items())
+    }
+    return {name: about[name] for name in ("step", "epoch", "layout", "versions", "files")} | {"tensors": tensors}
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Format what `summary` returns: layout, step and versions, and a line for each tensor."""
+    versions = {name: version for name, version in content["versions"].items() if version}
+    tensors, files = content["tensors"], content["files"]
+    rows = [
+        (key, str(tensor["shape"]), tensor["dtype"], f"{tensor['bytes']:,}", str(tensor["boxes"]))
+        for key, tensor in tensors.items()
+    ]
+    total = sum(tensor["bytes"] for tensor in tensors.values())
+    head = [
+        f"step {content['step']}, epoch {content['epoch']}",
+        f"saved under {describe_layout(content['layout'])}",
+        f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        f"{len(rows)} tensors of {total:,} bytes in {len(files)} files of {sum(f['bytes'] for f in files.values()):,}",
+    ]
+    lines = columns([("tensor", "shape", "dtype", "bytes", "boxes"), *rows], right=3)
+    return "\n".join([*head, "", *lines])
+
+
+def describe_layout(axes: Mapping[str, int]) -> str:
+    """The sizes above 1 of the axes of ranks, by the options of the strategy that set them."""
+    sizes = {_OPTIONS.get(axis, axis): size for axis, size in axes.items() if axis not in ("dp_replicate", "dp_shard")}
+    shards = axes.get("dp_shard", 1)
+    sizes |= {"data_parallel_size": axes.get("dp_replicate", 1) * shards, "shard_size": shards}
+    return ", ".join(f"{option}={size}" for option, size in sizes.items() if size > 1) or "one process"
+
+
+def problems(path: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> Iterator[str]:
+    """List what is wrong with the checkpoint in a folder, one sentence each; every byte is read.
+
+    Args:
+        path: The folder.
+        weights_only: Whether to refuse all but tensors and plain Python values.
+        tell: Called before each file is read.
+
+    Raises:
+        CheckpointError: It is no checkpoint, or not complete.
+    """
+    saved = SavedFolder(path, weights_only=weights_only, digests=False)  # below, one by one
+    files = saved.manifest["files"]
+    for number, (name, entry) in enumerate(files.items()):
+        tell(name, number, len(files))
+        if folder.digest(path / name) != entry["sha256"]:
+            yield f"{name} has other content than when it was written"
+    for index, info in saved.metadata.storage_data.items():
+        entry = files.get(info.relative_path)
+        if entry is None or info.offset + info.length > entry["bytes"]:
+            yield f"{index.fqn} at {tuple(index.offset or ())} is outside of {info.relative_path}"
+    for key, tensor in saved.tensors.items():
+        if error := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
+            yield f"{key} of shape {tuple(tensor.size)} {error}"
+    rest = saved.rest()
+    referenced = references(rest) | references(rest.get(OPTIMIZERS, []))
+    for key in sorted(referenced - saved.tensors.keys()):
+        yield f"{key} is referenced but missing"
+    for key in sorted(saved.tensors.keys() - referenced):
+        yield f"{key} is saved but not referenced"

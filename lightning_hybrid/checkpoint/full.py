@@ -1,0 +1,245 @@
+"""Full state dicts of a module and its optimizers: gathered from stages and shards for a single file, and loaded.
+
+Names are those of the user's module and optimizer states have torch's numbers, so the file that Lightning writes is an
+ordinary ``.ckpt``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.collectives.objects import gather_on_first
+from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.params.shards import LocalShards
+from lightning_hybrid.patching import temporary_hook
+from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+_LISTED = 4
+
+
+def gather_module_state(
+    root: nn.Module, plan: StagePlan, shards: LocalShards | None = None, *, is_copy: bool = False, keep: bool = True
+) -> dict[str, Any]:
+    """Gather the full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a model copy.
+
+    ``is_copy`` tells that ``root`` is a copy of the user's module that is sharded like it, ``keep`` that this pipeline
+    needs the state: other pipelines with shards of the same model copy only send them.
+    """
+    names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+    parameters = {id(parameter) for parameter in root.parameters()}
+    buffers = buffer_ranks(plan, root if is_copy else None)
+    local_values = {}
+    for tensor in {id(tensor): tensor for tensor in saved_tensors(root).values()}.values():
+        name = names[id(tensor)]
+        owner = plan.ranks_of(name)[0] if id(tensor) in parameters else buffers.get(id(tensor), 0)
+        if owner == plan.rank:
+            value = tensor.detach() if shards is None else shards.unshard(name, tensor.detach())
+            if keep:
+                local_values[name] = value.detach().cpu()
+    if not keep:
+        return {}
+    full = _gather_on_first(plan, local_values)
+    if plan.rank != 0:
+        return {}
+    with _holding(root, {key: full[name] for key, name in names.items() if name in full}):
+        return own_state(root, is_copy=is_copy)
+
+
+def saved_tensors(root: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers, of any shapes, under torch's keys, whatever hooks make of them."""
+    return {
+        f"{fqn}.{name}" if fqn else name: tensor
+        for fqn, module in root.named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def own_state(root: nn.Module, *, is_copy: bool = False) -> dict[str, Any]:
+    """Call the module's ``state_dict``, that of its class for a copy whose method an average has replaced."""
+    state: dict[str, Any] = type(root).state_dict(root) if is_copy else root.state_dict()
+    return state
+
+
+@contextlib.contextmanager
+def _holding(root: nn.Module, full: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let a module hold full tensors, by the id of what it has in their place.
+
+    So methods and hooks of the user that leave out, rename and compute entries of a state dict compute full ones.
+    """
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    put: dict[int, Tensor] = {}
+    dicts: list[Any] = [members for module in root.modules() for members in (module._parameters, module._buffers)]
+    try:
+        for members in dicts:
+            for name, tensor in members.items():
+                if id(tensor) in full:
+                    value = full[id(tensor)]
+                    if isinstance(tensor, nn.Parameter):
+                        value = put.setdefault(id(tensor), nn.Parameter(value, requires_grad=tensor.requires_grad))
+                    replaced.append((members, name, tensor))
+                    members[name] = value
+        yield
+    finally:
+        for members, name, tensor in replaced:
+            members[name] = tensor
+
+
+def state_with(root: nn.Module, values: Mapping[str, Any], *, is_copy: bool = False) -> dict[str, Any]:
+    """Return the state dict that the module's methods and hooks make of other ``values`` of its tensors, by key.
+
+    They may leave out, rename and add entries.
+    """
+
+    def put(fqn: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in (*module._parameters, *module._buffers):
+            if prefix + name in state and (key := f"{fqn}.{name}" if fqn else name) in values:
+                state[prefix + name] = values[key]
+
+    with contextlib.ExitStack() as stack:
+        for fqn, module in root.named_modules():
+            handle = module.register_state_dict_post_hook(temporary_hook(module, partial(put, fqn)))
+            stack.callback(handle.remove)
+            hooks: Any = module._state_dict_hooks  # an OrderedDict
+            hooks.move_to_end(handle.id, last=False)  # before hooks of the user
+        return own_state(root, is_copy=is_copy)
+
+
+def _gather_on_first(plan: StagePlan, local_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Union of the dicts of a pipeline's ranks on its first, empty elsewhere; collective over the pipeline."""
+    if plan.num_ranks == 1:
+        return dict(local_values)
+    rows = gather_on_first(dict(local_values), plan.group)
+    return {key: value for row in rows for key, value in row.items()}
+
+
+def load_module_state(
+    root: nn.Module, state: Mapping[str, Any], shards: LocalShards | None = None, *, strict: bool, prefix: str = ""
+) -> None:
+    """Load a full state dict into this rank's parameters, or shards of them.
+
+    ``strict`` requires the same names. ``prefix`` is that of the sharded module's names in ``root``, where that is a
+    submodule of ``root``.
+
+    Raises:
+        CheckpointError: Names or shapes do not fit.
+    """
+    if differing := state_mismatches(root, state, shards, strict=strict, prefix=prefix):
+        raise CheckpointError(differing, entry="other-model")
+    with torch.no_grad():
+        for key, value in nn.Module.state_dict(root).items():
+            if key not in state or not isinstance(value, Tensor):
+                continue
+            name = key.removeprefix(prefix)
+            if not is_absent(value):
+                value.copy_(state[key] if shards is None else shards.shard_of(name, value, state[key]))
+
+
+def shard_loading_hook(shards: LocalShards, root: nn.Module) -> Callable[..., None]:
+    """Make a hook for ``root.load_state_dict``, called by user code too, that loads its shards of a full state."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    keys = {key: names[id(p)] for key, p in root.named_parameters(remove_duplicate=False)}
+
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for key, name in keys.items():
+            value = state.get(prefix + key)
+            here = parameters.get(key)
+            if not isinstance(value, Tensor) or here is None or is_absent(here):
+                continue
+            if value.shape == shards.full_shape(name, here):
+                state[prefix + key] = shards.shard_of(name, here, value)
+
+    return hook
+
+
+def state_mismatches(
+    root: nn.Module, state: Mapping[str, Any], shards: LocalShards | None = None, *, strict: bool, prefix: str = ""
+) -> str:
+    """Describe the names and shapes of a full state dict that do not match the module; "" if all match.
+
+    The arguments are those of ``load_module_state``.
+    """
+    module_state = nn.Module.state_dict(root)
+    differences = []
+    if strict:
+        differences += [f"{key} is in the model only" for key in module_state if key not in state]
+        differences += [f"{key} is in the checkpoint only" for key in state if key not in module_state]
+    for key, value in module_state.items():
+        if not isinstance(value, Tensor) or not isinstance(state.get(key), Tensor):
+            continue
+        shape = tuple(value.shape if shards is None else shards.full_shape(key.removeprefix(prefix), value))
+        if shape != tuple(state[key].shape):
+            differences.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {shape} in the model")
+    if not differences:
+        return ""
+    more = f"; {len(differences) - _LISTED} more differ" if len(differences) > _LISTED else ""
+    return (
+        f"the checkpoint does not fit {type(root).__name__}, whose names and shapes it should have:"
+        f" {'; '.join(differences[:_LISTED])}{more}"
+    )
+
+
+def gather_optimizer_state(
+    optimizer: Optimizer, plan: StagePlan, shards: LocalShards | None = None, *, keep: bool = True
+) -> dict[str, Any]:
+    """Gather the full state dict of an optimizer on pipeline rank 0, an empty one elsewhere; collective."""
+    state = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    local_entries = {}
+    entries = state["state"] if shards is None else shards.owners.gather_states(state["state"], parameters)
+    for key, entry in entries.items():
+        if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
+            is_sharded = shards is not None and isinstance(key, int) and parameters[key] not in shards.owners
+            parameter = parameters[key] if is_sharded else None
+            full = map_leaves(partial(_gather_leaf, parameter, shards), entry)
+            if keep:
+                # In host memory at once: a device that holds shards has no room for full states of all parameters.
+                local_entries[key] = map_leaves(on_host, full)
+    if not keep:
+        return {}
+    merged = _gather_on_first(plan, local_entries)
+    if plan.rank != 0:
+        return {}
+    # Entries of parameters have numbers; optimizers may keep others under names.
+    order = sorted(merged, key=lambda key: (not isinstance(key, int), key))
+    return {**state, "state": {key: merged[key] for key in order}}
+
+
+def _gather_leaf(parameter: Tensor | None, shards: LocalShards | None, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach()
+    return leaf if shards is None or parameter is None else shards.full_state_of(parameter, leaf)
+
+
+def local_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], shards: LocalShards | None = None
+) -> dict[str, Any]:
+    """Select this rank's parameters from a full optimizer state, and shard their entries."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
+    if shards is not None:  # one rank has the states of parameters that are stepped in full
+        owners = shards.owners
+        absent |= {n for n, p in zip(numbers, parameters, strict=False) if not owners.has_states_of(p)}
+    entries = {number: entry for number, entry in state["state"].items() if number not in absent}
+    if shards is not None:
+        by_number = dict(zip(numbers, parameters, strict=False))
+        entries = {
+            number: map_leaves(partial(shards.shard_of_state, by_number[number]), entry)
+            if number in by_number
+            else entry
+            for number, entry in entries.items()
+        }
+    return {**state, "state": entries}

@@ -1,0 +1,273 @@
+"""The shards of a run's state that a rank has, and the assignment of shards to the ranks that write them.
+
+``shard_boxes`` says which boxes of a parameter are on this rank. If several ranks have a box, one rank of each replica
+may write it, and the replicas balance the writes by bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint.full import saved_tensors, state_with
+from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
+from lightning_hybrid.params.shards import LocalShards
+from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, full_shape, is_absent
+
+# The ranks with the same boxes as this one, of which one writes: those of all replicas, or only of the first, where
+# others have other values. Copies of what is sharded over replicas are along another axis of the mesh.
+ANY, FIRST = "data", "first"
+_COPY_AXIS = {"dp_shard": "dp_replicate", "ep": "ep_replicate", "ep_shard": "ep_outer"}
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """One box of a full tensor with its content.
+
+    Attributes:
+        offsets: Offsets in the full tensor, one per dimension.
+        content: A view of the rank's local tensor.
+    """
+
+    offsets: Shape
+    content: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedShards:
+    """The shards of one tensor that this rank owns, in place of a ``Tensor`` in the state that is saved.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        dtype: Dtype of its elements.
+        boxes: The boxes that this rank may have to write: those that it is the first in its replica to have.
+        written_by: ``ANY``, ``FIRST``, or an axis along which ranks have equal boxes.
+        mesh: Of that axis, if it is another one than the module has now.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    written_by: str = ANY
+    mesh: Mesh | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Another attribute than those above: a hook treats it as a tensor.
+        raise AttributeError(
+            f"{name!r} is requested from a rank's shard of a tensor of shape {self.__dict__.get('shape')}, as a"
+            " distributed checkpoint has it; on_save_checkpoint may leave out, rename and add entries, and change"
+            " tensors only with save_distributed_checkpoint=False"
+        )
+
+
+def unsharded(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> OwnedShards:
+    """Describe a dense tensor of any shape, of which this rank has all elements.
+
+    ``counts`` tells whether this rank is the first one of its replica to have it; ``written_by`` is as in
+    ``OwnedShards``.
+    """
+    _check_dense(tensor)
+    boxes = (Box((0,) * tensor.dim(), tensor.detach()),) if counts else ()
+    return OwnedShards(tuple(tensor.shape), tensor.dtype, boxes, written_by)
+
+
+def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tuple[OwnedShards, Box]]:
+    """Select the boxes that this rank writes; boxes that several ranks have are balanced over them by bytes.
+
+    ``tensors`` are all to save, in one order on all ranks; ``mesh`` is None for one process.
+    """
+    positions: dict[tuple[int, str], tuple[int, int]] = {}
+    assigned_bytes: dict[tuple[int, str], list[int]] = {}
+    assigned = []
+    for each in tensors:
+        ranks = each.mesh or mesh
+        any_, axis = (id(ranks), ANY), (id(ranks), each.written_by)
+        for key in {any_, axis} - positions.keys() - {(id(ranks), FIRST)}:
+            positions[key] = (1, 0) if ranks is None else _rank_among_copies(ranks, key[1])
+            assigned_bytes[key] = [0] * positions[key][0]
+        for box in each.boxes:
+            if each.written_by == FIRST:
+                writes = positions[any_][1] == 0
+            else:
+                load, here = assigned_bytes[axis], positions[axis][1]
+                writer = min(range(len(load)), key=load.__getitem__)
+                load[writer] += box.content.nbytes
+                writes = writer == here
+            if writes:
+                assigned.append((each, box))
+    return assigned
+
+
+def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:
+    """The number of ranks along an axis that have equal boxes, context ranks included, and this rank's index."""
+    if axis.startswith("ep_"):  # context ranks that have other experts are not among them, and the others are
+        return mesh.size(axis), mesh.rank_in(axis)
+    return mesh.size(axis) * mesh.size("cp"), mesh.rank_in(axis) * mesh.size("cp") + mesh.rank_in("cp")
+
+
+class LocalState:
+    """The local state of one rank: its shards of the module and of the optimizers."""
+
+    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: LocalShards | None) -> None:
+        self._root = root
+        self._names = {id(parameter): name for name, parameter in root.named_parameters()}
+        self._plan = plan if plan is not None and plan.is_partitioned else None
+        self._axis_cuts = [] if shards is None else list(shards.shardings)
+        self._owners = None if shards is None else shards.owners
+        self._mesh = mesh
+        self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
+        self._tp_name = mesh.group("tp").group_name
+
+    def local_shard(self, name: str, shape: Sequence[int]) -> ShardBoxes:
+        """This rank's shard of the parameter of this name, or of a tensor of its full ``shape``."""
+        return shard_of(self._axis_cuts, name, shape)
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The FQN of a parameter of the module, whose shape may be that of a shard; None for other tensors."""
+        return self._names.get(id(parameter))
+
+    def names_of(self, optimizer: Optimizer) -> list[str]:
+        """The FQNs of an optimizer's parameters by number; ``#number`` for those of no module."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
+
+    def is_sharded(self, parameter: Tensor) -> bool:
+        """Whether this rank has a shard of a parameter instead of its full shape now."""
+        return FULL_SHAPE in parameter.__dict__
+
+    def has_states_of(self, parameter: Tensor) -> bool:
+        """Whether this rank keeps optimizer states of a parameter of any shape."""
+        return self._owners is None or self._owners.has_states_of(parameter)
+
+    def has_sharded_states(self, parameter: Tensor) -> bool:
+        """Whether this rank has shards of those optimizer states that have the parameter's full shape."""
+        return self.is_sharded(parameter) and not self._has_owner(parameter)
+
+    def _has_owner(self, parameter: Tensor) -> bool:
+        return self._owners is not None and parameter in self._owners
+
+    def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
+        """The state dict of the module, or of a copy that is sharded like it; all keys on every rank.
+
+        It has ``OwnedShards`` in place of tensors. Methods and hooks of the module leave out, rename and add entries.
+
+        Raises:
+            CheckpointError: A tensor is not dense.
+        """
+        root = self._root if copy is None else copy
+        returned = state_with(root, self.tensors(copy), is_copy=copy is not None)
+        counts = self._pp == self._tp == 0
+        return {
+            key: unsharded(value, counts=counts) if isinstance(value, Tensor) else value
+            for key, value in returned.items()
+        }
+
+    def tensors(self, copy: nn.Module | None = None) -> dict[str, OwnedShards]:
+        """This rank's shards of the module's parameters and persistent buffers, by torch's key."""
+        root = self._root if copy is None else copy
+        parameters = {id(parameter): name for name, parameter in root.named_parameters()}
+        owner_stages = {} if self._plan is None else buffer_ranks(self._plan, copy)
+        state_of: dict[int, OwnedShards] = {}
+        saved = saved_tensors(root)
+        for tensor in saved.values():
+            if id(tensor) not in state_of:
+                name = parameters.get(id(tensor))
+                if name is not None:
+                    state_of[id(tensor)] = self._parameter(name, tensor)
+                else:
+                    state_of[id(tensor)] = self._buffer(tensor, owner_stages.get(id(tensor), 0))
+        return {key: state_of[id(tensor)] for key, tensor in saved.items()}
+
+    def _parameter(self, name: str, tensor: Tensor) -> OwnedShards:
+        if is_absent(tensor):
+            return OwnedShards(full_shape(tensor), tensor.dtype, ())
+        if not self.is_sharded(tensor):
+            return unsharded(tensor, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
+        return self._sharded(name, tensor, full_shape(tensor))
+
+    def _sharded(self, name: str, tensor: Tensor, shape: Shape) -> OwnedShards:
+        """Describe the shard of a parameter, or of a tensor of its shape; also while the full tensor is here."""
+        _check_dense(tensor)
+        counts, written_by = self._writers(name)
+        spans = [span for span in self.local_shard(name, shape).spans if counts and span.is_first]
+        if tuple(tensor.shape) == shape:
+            spans = [span.in_full_tensor() for span in spans]
+        boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
+        return OwnedShards(shape, tensor.dtype, boxes, written_by)
+
+    def _writers(self, name: str) -> tuple[bool, str]:
+        """Whether this rank writes what it has of a sharded parameter, and along which axis ranks have the same."""
+        axes = [axis for axis in self._axis_cuts if name in axis.placements]
+        over_tensor_ranks = any(axis.group.group_name == self._tp_name for axis in axes)
+        over_replicas = [axis.axis for axis in axes if axis.axis in _COPY_AXIS]
+        counts = self._is_owner_stage(name) and (self._tp == 0 or over_tensor_ranks)
+        return counts, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY
+
+    def _buffer(self, tensor: Tensor, owner_stage: int) -> OwnedShards:
+        if is_absent(tensor):
+            return OwnedShards(tuple(tensor.shape), tensor.dtype, ())
+        return unsharded(tensor, counts=self._pp == owner_stage and self._tp == 0)
+
+    def _is_owner_stage(self, name: str) -> bool:
+        """Whether this pipeline rank writes a parameter that several stages may have."""
+        return self._pp == (0 if self._plan is None else self._plan.ranks_of(name)[0])
+
+    def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer by FQN, with ``OwnedShards`` for all tensors but scalars.
+
+        Returns:
+            ``state`` of the parameters of this rank, ``param_groups`` as torch has them, and the ``names`` of their
+            parameters by number.
+        """
+        state = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        names = self.names_of(optimizer)
+        entries: dict[Any, Any] = {}
+        for key, entry in state["state"].items():
+            if any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
+                continue
+            entry = subclasses_as_dicts(entry)
+            if isinstance(key, int):
+                name, parameter = names[key], parameters[key]
+                entries[name] = map_leaves(partial(self._leaf, name, parameter), entry)
+            else:
+                entries[key] = map_leaves(partial(self._leaf, "", None), entry)
+        return {"state": entries, "param_groups": state["param_groups"], "names": names}
+
+    def _leaf(self, name: str, parameter: Tensor | None, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.dim() == 0:
+            return leaf.detach().cpu().clone()
+        return replace(self._shards_of_state(name, parameter, leaf), mesh=self._mesh)
+
+    def _shards_of_state(self, name: str, parameter: Tensor | None, leaf: Tensor) -> OwnedShards:
+        if parameter is None or name.startswith("#"):
+            return unsharded(leaf, counts=self._pp == self._tp == 0)
+        if self._has_owner(parameter):
+            counts, written_by = self._writers(name)
+            return unsharded(leaf, counts=counts, written_by=written_by)
+        shape = full_shape(parameter)
+        if tuple(leaf.shape) == self.local_shard(name, shape).shape:
+            return self._sharded(name, leaf, shape)
+        return unsharded(leaf, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
+
+
+def _check_dense(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}{', quantized' if tensor.is_quantized else ''},"
+            " and a distributed checkpoint stores dense ones; set save_distributed_checkpoint=False",
+            entry="save-dense",
+        )

@@ -1,0 +1,410 @@
+"""Reader of distributed checkpoints: the rest at once, tensors on request, and only the boxes that are requested.
+
+Only tensors and plain Python values are unpickled, unless the caller trusts the file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import filesystem as torch_files
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint import folder
+from lightning_hybrid.checkpoint.flat import MODULE, OPTIMIZERS, key_of, put_tensors, torch_state
+from lightning_hybrid.checkpoint.local import LocalState
+from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.params.boxes import ShardBoxes
+from lightning_hybrid.step.objects.op_names import names
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import dicts_as_subclasses
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+
+_OTHER_MODEL = "load it into the model that it was made from"
+
+
+@dataclass(frozen=True, eq=False)
+class ReadRequest:
+    """A request to read a tensor, or a shard of it.
+
+    Attributes:
+        key: Key of the tensor.
+        target: Tensor that is filled in place.
+        shard: The shard that the target is; the full tensor if None.
+    """
+
+    key: str
+    target: Tensor
+    shard: ShardBoxes | None = None
+
+
+class SavedFolder:
+    """A complete distributed checkpoint, open for reading."""
+
+    def __init__(
+        self, path: Path, *, weights_only: bool | None = None, digests: bool = True, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        """Open a folder.
+
+        Args:
+            path: The folder.
+            weights_only: Refuses all but tensors and plain Python values, unless it is False.
+            digests: Whether to compare files with the digests of the manifest, beside reading tensors.
+            share: This rank and the number of ranks, of which each compares some of the files with tensors.
+
+        Raises:
+            CheckpointError: It is no checkpoint, or files are missing or were changed.
+        """
+        self.path = path
+        self.manifest = folder.check_complete(path)
+        self._weights_only = weights_only is not False
+        files = self.manifest["files"] if digests else {}
+        self._tensor_files = sorted((name, files[name]) for name in files if name.endswith(".distcp"))
+        for name in files.keys() - dict(self._tensor_files).keys():
+            folder.check_digest(path, name, files[name])
+        rank, count = share
+        pool = ThreadPoolExecutor(max_workers=1)
+        self._checked = [pool.submit(folder.check_digest, path, *file) for file in self._tensor_files[rank::count]]
+        pool.shutdown(wait=False)
+        self._reader = _Reader(path)
+        self.metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def wait_for_digests(self) -> None:
+        """Wait until the files with tensors are compared with their digests.
+
+        Raises:
+            CheckpointError: One was changed.
+        """
+        for checked in self._checked:
+            checked.result()
+
+    @property
+    def tensors(self) -> Mapping[str, TensorStorageMetadata]:
+        """The metadata of the saved tensors, such as their full shapes, by key."""
+        return {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+
+    def metadata_of(self, key: str) -> TensorStorageMetadata:
+        """The metadata of one tensor, such as its full shape; raises a CheckpointError if there is none of that key."""
+        saved = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path} has no {key}; {_OTHER_MODEL}", entry="other-model")
+        return saved
+
+    def meta_tensor(self, key: str) -> Tensor:
+        """A tensor of one key without content, in its full shape."""
+        saved = self.metadata_of(key)
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+
+    def rest(self) -> dict[str, Any]:
+        """The checkpoint, with references for tensors.
+
+        Raises:
+            CheckpointError: It contains objects of other classes.
+        """
+        rest = self._unpickled(folder.META)
+        if OPTIMIZERS in rest:
+            rest[OPTIMIZERS] = self._unpickled(folder.OPTIMIZERS)
+        return rest
+
+    def generators(self) -> list[dict[str, Any]]:
+        """The states of each replica's generators; empty if they were not saved."""
+        return self._unpickled(folder.GENERATORS) if folder.GENERATORS in self.manifest["files"] else []
+
+    def _unpickled(self, name: str) -> Any:
+        try:
+            return torch.load(self.path / name, map_location="cpu", weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            raise CheckpointError(
+                f"{self.path / name} holds objects of {named[1] if named else 'a class'}, not only tensors and plain"
+                " Python values; if you trust it, pass weights_only=False (--trust on the command line)",
+                entry="untrusted",
+            ) from error
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill the targets; each file is opened once, and only the boxes that are needed are read.
+
+        Raises:
+            CheckpointError: There is no such tensor, or it has another shape, or a file was changed.
+        """
+        items: list[ReadItem] = []
+        targets: dict[str, Tensor] = {}
+        for number, each in enumerate(requests):
+            saved = self.metadata_of(each.key)
+            if each.shard is not None:
+                boxes = [(span.offsets, span.sizes, span.of(each.target)) for span in each.shard.spans]
+            elif (shape := tuple(each.target.shape)) != tuple(saved.size):
+                raise CheckpointError(
+                    f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {shape}; {_OTHER_MODEL}",
+                    entry="other-model",
+                )
+            else:
+                boxes = [((0,) * len(shape), shape, each.target)]
+            for index, (offsets, sizes, target) in enumerate(boxes):
+                name = f"{number}.{index}"
+                targets[name] = target
+                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                parts = create_read_items_for_chunk_list(each.key, saved, [chunk])
+                items += [_renamed(item, name) for item in parts if 0 not in item.lengths]
+        try:
+            self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
+        except Exception:
+            for name, entry in self._tensor_files:  # of which other ranks compare some
+                folder.check_digest(self.path, name, entry)
+            raise
+
+    def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
+        """Read Lightning's checkpoint with full tensors, except the optimizers': those are read when they are needed.
+
+        Args:
+            map_location: The device of the tensors; the CPU if it names none.
+            unread: Names in the module's state dict that are not read: zeros, without memory until they are accessed.
+        """
+        rest = self.rest()
+        optimizers = rest.get(OPTIMIZERS)
+        checkpoint: dict[str, Any] = self.filled({**rest, OPTIMIZERS: None} if OPTIMIZERS in rest else rest, unread)
+        if isinstance(map_location, str | torch.device):
+            checkpoint = map_leaves(
+                lambda leaf: leaf.to(map_location) if isinstance(leaf, Tensor) else leaf, checkpoint
+            )
+        self.wait_for_digests()
+        if optimizers is not None:
+            checkpoint[OPTIMIZERS] = [SavedOptimizer(self, state) for state in optimizers]
+        return checkpoint
+
+    def filled(self, rest: Any, unread: Collection[str] = ()) -> Any:
+        """A subtree of the rest with full tensors in place of references."""
+        skipped = {key_of((MODULE, name)) for name in unread}
+        requests: dict[str, ReadRequest] = {}
+
+        def target(key: str) -> Tensor:
+            if key not in requests:
+                saved = self.metadata_of(key)
+                make = torch.zeros if key in skipped else torch.empty
+                requests[key] = ReadRequest(key, make(saved.size, dtype=saved.properties.dtype))
+            return requests[key].target
+
+        tree = put_tensors(rest, target)
+        self.read([each for key, each in requests.items() if key not in skipped])
+        return tree
+
+    def with_subclasses(self, states: Any) -> Any:
+        """States of an optimizer with the tensors of their own classes that were saved as dicts."""
+        return dicts_as_subclasses(states, trusts=not self._weights_only)
+
+
+class SavedOptimizer(Mapping[str, Any]):
+    """The state of an optimizer in torch's form; its tensors are read when ``state`` is accessed."""
+
+    def __init__(self, saved: SavedFolder, state: Mapping[str, Any]) -> None:
+        self._saved = saved
+        self._named = state
+
+    def __getitem__(self, key: str) -> Any:
+        if key != "state":
+            return self._torch_state[key]
+        return self._saved.with_subclasses(torch_state(self._saved.filled(dict(self._named)))["state"])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._torch_state)
+
+    def __len__(self) -> int:
+        return len(self._torch_state)
+
+    @property
+    def _torch_state(self) -> dict[str, Any]:
+        groups = self._saved.filled(self._named["param_groups"])  # a learning rate may be a tensor
+        return torch_state({**self._named, "param_groups": groups})
+
+    def entries(self, optimizer: Optimizer, local: LocalState, tensor: Callable[[int, str], Any]) -> dict[int, Any]:
+        """The states of an optimizer's parameters by number, with ``tensor(number, key)`` for each saved tensor.
+
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
+        saved_names, names = self._named["names"], local.names_of(optimizer)
+        if len(names) != len(saved_names):
+            raise CheckpointError(
+                f"the optimizer has {len(names)} parameters and the one in {self._saved.path} {len(saved_names)};"
+                f" the first that differ are {_first_differing(names, saved_names)}",
+                entry="other-optimizer",
+            )
+        of_number = names if self._is_by_name(names) else saved_names
+        found = {number: self._named["state"].get(name) for number, name in enumerate(of_number)}
+        return {n: put_tensors(entry, partial(tensor, n)) for n, entry in found.items() if entry is not None}
+
+    def _is_by_name(self, names: Sequence[str]) -> bool:
+        """False for a module that was renamed since, or a file without names: parameters are matched by order."""
+        return set(names) == set(self._named["names"])
+
+    def shapes(self, optimizer: Optimizer, local: LocalState) -> dict[int, Any]:
+        """The states of an optimizer's parameters by number, on the meta device: nothing is read."""
+        return self.entries(optimizer, local, lambda _, key: self._saved.meta_tensor(key))
+
+    def local_state(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
+        """Read the state of this rank's parameters of an optimizer, or shards of them, by number.
+
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        saved_names, names = self._named["names"], local.names_of(optimizer)
+        requests: list[ReadRequest] = []
+
+        def target(number: int, key: str) -> Tensor | None:
+            parameter = parameters[number]
+            if is_absent(parameter) or not local.has_states_of(parameter):
+                return None
+            return self._request_tensor(requests, local, names[number], parameter, key)
+
+        entries = self.entries(optimizer, local, target)
+        states = {
+            number: entry
+            for number, entry in entries.items()
+            if not is_absent(parameters[number]) and local.has_states_of(parameters[number])
+        }
+        self._saved.read(requests)
+        known = set(saved_names)
+        others = {key: self._saved.filled(entry) for key, entry in self._named["state"].items() if key not in known}
+        groups = [dict(group) for group in self._torch_state["param_groups"]]
+        if self._is_by_name(names) and names != saved_names:
+            numbered = optimizer.state_dict()["param_groups"]
+            groups = [{**saved, "params": group["params"]} for saved, group in zip(groups, numbered, strict=True)]
+        return {"state": self._saved.with_subclasses({**states, **others}), "param_groups": groups}
+
+    def _request_tensor(
+        self, requests: list[ReadRequest], local: LocalState, name: str, parameter: Tensor, key: str
+    ) -> Tensor:
+        saved, shard = self._saved.metadata_of(key), None
+        shape, full = saved.size, full_shape(parameter)
+        if local.has_sharded_states(parameter) and tuple(saved.size) == full:
+            shard = local.local_shard(name, full)
+            shape = torch.Size(shard.shape)
+        requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
+        return requests[-1].target
+
+
+def _first_differing(own_names: Sequence[str], saved_names: Sequence[str]) -> str:
+    for a, b in zip(own_names, saved_names, strict=False):
+        if a != b:
+            return f"{a} and {b}"
+    longer = max(own_names, saved_names, key=len)
+    return str(longer[min(len(own_names), len(saved_names))])
+
+
+# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+def _renamed(item: ReadItem, name: str) -> ReadItem:
+    """The item with the name of its target as destination."""
+    index = torch_metadata.MetadataIndex(name, item.dest_index.offset)
+    return ReadItem(item.type, index, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths)
+
+
+class _Targets(LoadPlanner):
+    """The load planner that gives torch's reader the target of each item."""
+
+    def __init__(self, targets: Mapping[str, Tensor]) -> None:
+        self._targets = targets
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the targets are known."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Raise ``NotImplementedError``: the caller makes the plan."""
+        raise NotImplementedError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged: ranks read independently."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Raise ``NotImplementedError``: no bytes are saved."""
+        raise NotImplementedError
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The view of the target that the item fills, of the shape of the item."""
+        target = self._targets[read_item.dest_index.fqn]
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Do nothing: the target, of any shape, was written in place."""
+
+
+class _Reader(FileSystemReader):
+    """torch's reader; its index is a pickle, of which only the classes that torch writes are accepted."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the index; raises a CheckpointError if the file contains something else."""
+        path = Path(self.path) / ".metadata"
+        with path.open("rb") as file:
+            metadata = _Index(file, path).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(
+                f"{path} is not the index of a checkpoint but {type(metadata).__name__}", entry="other-kind"
+            )
+        return metadata
+
+
+class _Index(pickle.Unpickler):
+    def __init__(self, file: Any, path: str | os.PathLike[str]) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Look up a class by its name, among those that torch writes to an index."""
+        if module == torch_metadata.__name__ and name in _INDEX_CLASSES:
+            return getattr(torch_metadata, name)
+        if (module, name) == (torch_files.__name__, "_StorageInfo"):
+            return torch_files._StorageInfo
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return torch.serialization._get_layout
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 write members of an enum
+            return self._member
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            f"{self._path} names {module}.{name}, which is not allowed in the index of a checkpoint",
+            entry="index-names",
+        )
+
+    def _member(self, owner: Any, name: str) -> Any:
+        if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+            raise CheckpointError(
+                f"{self._path} names {owner!r}.{name}, which is not allowed in an index", entry="index-names"
+            )
+        return _MEM_FORMAT_ENCODING[name]
+
+
+_INDEX_CLASSES = names(
+    "Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata BytesStorageMetadata"
+    " StorageMeta _MEM_FORMAT_ENCODING"
+)

@@ -1,1 +1,0 @@
-"""Descriptions of devices and links: presets in TOML, measured curves, and times of collectives."""

@@ -1,1 +1,0 @@
-"""Predictions corrected by the measured steps of a run of the same model."""

@@ -1,0 +1,238 @@
+"""Candidates of the search: meshes that fit the model and the cluster, and layouts that differ in one option."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.predict.costs.layers import ModelCosts
+from lightning_hybrid.predict.hardware import Hardware
+from lightning_hybrid.predict.layout import PlanLayout, RecomputeKind
+from lightning_hybrid.predict.plans import Allowed
+
+_MICROBATCH_SIZES, _MOST_MICROBATCHES = 6, 512  # sizes that are all tried, and then each of twice the last
+_SHARE_DIVIDED = 0.8  # of the FLOPs of products with weights, which tensor ranks must divide
+_OFFLOADED = {
+    0: frozenset({"optimizer_states"}),
+    1: frozenset({"optimizer_states", "gradients"}),
+    2: frozenset({"optimizer_states", "gradients"}),
+    3: frozenset({"optimizer_states", "gradients", "parameters"}),
+}
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The layouts of one model on a number of ranks.
+
+    Attributes:
+        costs: Of the model.
+        hardware: Of the cluster.
+        ranks: Number of ranks.
+        batch: Samples of a step over all replicas, or over each of them.
+        is_replica_batch: Whether ``batch`` is that of each replica.
+        fixed: Fields of `PlanLayout` that are not chosen; "data" is the number of replicas, and "num_microbatches"
+            that of microbatches.
+        allowed: What the model permits.
+    """
+
+    costs: ModelCosts
+    hardware: Hardware
+    ranks: int
+    batch: int
+    is_replica_batch: bool
+    fixed: Mapping[str, Any]
+    allowed: Allowed
+
+    @cached_property
+    def most_stages(self) -> int:
+        """Largest number of stages: one layer each."""
+        return max(1, self.costs.num_layers)
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of tensor ranks, up to two nodes of them."""
+        largest = 2 * self.hardware.devices_per_node if self.allowed.tensor else 1
+        return self._sizes("tensor", [size for size in divisors(self.ranks) if size <= largest and self.divides(size)])
+
+    def divides(self, tensor: int) -> bool:
+        """Whether tensor ranks divide the heads, if there are some, and most of the products of layers like these."""
+        heads = [count for count in (self.costs.heads, self.costs.key_value_heads) if count]
+        if tensor == 1 or any(count % tensor for count in heads):
+            return tensor == 1
+        return self.divided_share(tensor) > _SHARE_DIVIDED
+
+    @property
+    def is_sharded_by_tensor_ranks(self) -> bool:
+        """Whether they shard most of the products, if they divide their sizes."""
+        return self.divided_share(1) > _SHARE_DIVIDED
+
+    def divided_share(self, tensor: int) -> float:
+        """Return the share of FLOPs of products with weights that tensor ranks divide; in layers with heads, if any."""
+        layers = self.costs.layers
+        if self.costs.heads:
+            layers = tuple(layer for layer in layers if any(product.is_attention for product in layer.products))
+        products = [(p, p.flops * layer.count) for layer in layers for p in layer.products if p.has_weight]
+        divided = sum(
+            flops
+            for product, flops in products
+            if (product.sharded == "columns" and product.columns % tensor == 0)
+            or (product.sharded == "inner" and product.inner % tensor == 0)
+        )
+        total = sum(flops for _, flops in products)
+        return divided / total if total else float(bool(self.costs.heads))
+
+    def _sizes(self, field: str, sizes: list[int]) -> list[int]:
+        return [self.fixed[field]] if field in self.fixed else sizes
+
+    def meshes(self) -> Iterator[PlanLayout]:
+        """Yield one layout of each mesh: full recomputation, ZeRO-3, the smallest microbatch."""
+        for tensor in self.tensor_sizes():
+            for context in self._context_sizes():
+                for pipeline in self._pipeline_sizes():
+                    same = tensor * context * pipeline
+                    if self.ranks % same or self.fixed.get("data", self.ranks // same) * same != self.ranks:
+                        continue
+                    data = self.ranks // same
+                    if not self.is_replica_batch and self.batch % data:
+                        continue
+                    for expert in self._expert_sizes(data * context):
+                        layout = self._frugal(pipeline, data, tensor, context, expert)
+                        if self.is_valid(layout):
+                            yield layout
+
+    def _context_sizes(self) -> list[int]:
+        largest = self.costs.positions // self.allowed.positions_per_context_rank if self.allowed.context else 1
+        sizes = [size for size in divisors(self.costs.positions) if size == 1 or size <= min(largest, 64)]
+        return self._sizes("context", [size for size in sizes if self.ranks % size == 0])
+
+    def _pipeline_sizes(self) -> list[int]:
+        largest = self.most_stages if self.allowed.pipeline else 1
+        return self._sizes("pipeline", [size for size in divisors(self.ranks) if size <= largest])
+
+    def _expert_sizes(self, room: int) -> list[int]:
+        if "expert" in self.fixed:
+            return [self.fixed["expert"]]
+        if not self.costs.experts or not self.allowed.expert:
+            return [1]
+        return [size for size in divisors(self.costs.experts) if room % size == 0]
+
+    def _frugal(self, pipeline: int, data: int, tensor: int, context: int, expert: int) -> PlanLayout:
+        """Return the layout of a mesh that is expected to take the least memory, without offload."""
+        zero = self.fixed.get("zero_stage", max(self.allowed.zero_stages) if data > 1 else 0)
+        shard = min(self.fixed.get("shard", data), data) if zero else 1
+        layout = PlanLayout(
+            pipeline,
+            data // shard if data % shard == 0 else 0,
+            shard,
+            tensor,
+            context,
+            expert,
+            batch=self.batch * (data if self.is_replica_batch else 1),
+            zero_stage=zero,
+            recompute=self.allowed.recompute[-1],
+            sequence_parallel=tensor > 1,
+        )
+        named = {name: value for name, value in self.fixed.items() if name in _NAMED}
+        layout = dataclasses.replace(layout, **named)
+        return dataclasses.replace(layout, microbatch=self.microbatches(layout)[0])
+
+    def microbatches(self, layout: PlanLayout) -> list[int]:
+        """Return sizes of microbatches, ascending, that divide the batch of a replica; the last is the batch."""
+        batch = layout.batch // max(layout.data, 1)
+        if "num_microbatches" in self.fixed:
+            return [-(-max(1, batch) // self.fixed["num_microbatches"])]
+        if "microbatch" in self.fixed:
+            return [self.fixed["microbatch"]]
+        sizes = [size for size in divisors(max(batch, 1)) if batch // size <= _MOST_MICROBATCHES]
+        few = sizes[:_MICROBATCH_SIZES]
+        for size in sizes[_MICROBATCH_SIZES:]:
+            if size >= 2 * few[-1] or size == batch:
+                few.append(size)
+        return few
+
+    def is_valid(self, layout: PlanLayout) -> bool:
+        """Whether the sizes fit each other and the model."""
+        if layout.replicate < 1 or layout.num_stages > self.most_stages:
+            return False
+        try:
+            ParallelLayout(
+                pipeline_parallel_size=layout.pipeline,
+                data_replicate_size=layout.replicate,
+                data_shard_size=layout.shard,
+                context_parallel_size=layout.context,
+                tensor_parallel_size=layout.tensor,
+                expert_parallel_size=layout.expert,
+            )
+        except LayoutError:
+            return False
+        return True
+
+    def neighbours(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Yield the valid layouts of the same mesh that differ in one option."""
+        for changes in self._changes(layout):
+            if not any(name in self.fixed and self.fixed[name] != value for name, value in changes.items()):
+                neighbour = dataclasses.replace(layout, **changes)
+                if neighbour != layout and self.is_valid(neighbour):
+                    yield neighbour
+
+    def _changes(self, layout: PlanLayout) -> Iterator[dict[str, Any]]:
+        for recompute in self.recomputations():
+            yield {"recompute": recompute}
+        for size in self.microbatches(layout):
+            yield {"microbatch": size}
+        if layout.data > 1:
+            for stage in self.allowed.zero_stages:
+                yield self.zero_changes(layout, stage)
+        if layout.zero_stage:
+            yield from self._shard_changes(layout)
+        if layout.zero_stage == 3:
+            yield {"reshard_after_forward": not layout.reshard_after_forward}
+        if layout.tensor > 1:
+            yield {"sequence_parallel": not layout.sequence_parallel}
+        if self.allowed.offload:
+            yield {"offload": frozenset() if layout.offload else _OFFLOADED[layout.zero_stage]}
+        if layout.pipeline > 1:
+            for schedule in self.allowed.schedules:
+                yield {"schedule": schedule, "stages_per_rank": 1}
+            for stages in range(2, self.allowed.largest_stages_per_rank + 1):
+                yield {"schedule": "1f1b", "stages_per_rank": stages}
+
+    def recomputations(self) -> tuple[RecomputeKind, ...]:
+        """Kinds of recomputation that differ for this model."""
+        recomputed = [layer for layer in self.costs.layers if layer.is_recomputed]
+        if any(layer.saved_scores or layer.selective_saved != layer.saved for layer in recomputed):
+            return self.allowed.recompute
+        return tuple(kind for kind in self.allowed.recompute if kind != "selective")
+
+    def zero_changes(self, layout: PlanLayout, stage: int) -> dict[str, Any]:
+        """Return the fields of another stage of ZeRO."""
+        shard = min(self.fixed.get("shard", layout.data), layout.data) if stage else 1
+        if stage and layout.zero_stage and layout.shard > 1:
+            shard = layout.shard
+        changes: dict[str, Any] = {"zero_stage": stage, "shard": shard, "replicate": layout.data // max(shard, 1)}
+        changes["reshard_after_forward"] = layout.reshard_after_forward or stage != 3
+        if layout.offload and "offload" not in self.fixed:
+            changes["offload"] = _OFFLOADED[stage]
+        return changes
+
+    def _shard_changes(self, layout: PlanLayout) -> Iterator[dict[str, Any]]:
+        """Shards over all replicas, over those of a node, or over those of eight nodes."""
+        node = max(1, self.hardware.devices_per_node // (layout.tensor * layout.context))
+        for largest in (layout.data, node, 8 * node):
+            shard = math.gcd(layout.data, largest)
+            if shard > 1:
+                yield {"shard": shard, "replicate": layout.data // shard}
+
+
+_NAMED = {field.name for field in dataclasses.fields(PlanLayout)} - {"shard", "replicate", "batch", "microbatch"}

@@ -1,0 +1,287 @@
+"""Costs of a model's layers per sample, before any layout: `LayerCosts` and `ModelCosts`.
+
+All sizes are of one sample (one sequence) and of the forward; predictions derive the backward and divide by ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from lightning_hybrid.predict.correction import Correction
+from lightning_hybrid.predict.layout import PlanLayout
+
+Sharding = Literal["columns", "inner", "count", ""]
+
+
+@dataclass(frozen=True)
+class Product:
+    """Equal matrix products ``[rows, inner] @ [inner, columns]`` of one layer's forward, for one sample.
+
+    Attributes:
+        rows: Rows for one sample, such as the length of a sequence.
+        inner: The size that is summed over.
+        columns: Columns of the result.
+        count: How many such products one sample takes, such as the number of heads.
+        sharded: What tensor ranks divide; empty if each of them computes all of it.
+        has_weight: Whether the second operand is a parameter, shared by all samples: the samples of a microbatch then
+            make one product with more rows. Otherwise they make more products.
+        is_attention: Whether it belongs to attention scores, which context ranks and causal masks shorten.
+        active_share: Share of the rows that are computed, such as the causal half of attention scores.
+        is_recomputed: Whether full recomputation repeats it. PyTorch's checkpoint stops at the last tensor that the
+            backward needs (``set_checkpoint_early_stop``), before a product whose result nothing saves.
+        in_float8: Whether 8-bit precisions convert its operands; otherwise they stay in 16 bits.
+    """
+
+    rows: float
+    inner: float
+    columns: float
+    count: float = 1.0
+    sharded: Sharding = ""
+    has_weight: bool = True
+    is_attention: bool = False
+    active_share: float = 1.0
+    is_recomputed: bool = True
+    in_float8: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward for one sample."""
+        return 2.0 * self.rows * self.inner * self.columns * self.count * self.active_share
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of one layer, or of ``count`` equal layers in a row, for one sample.
+
+    Sizes of tensors are numbers of elements; the layout's number format gives the bytes of an element.
+
+    Attributes:
+        name: FQN or kind of the layer.
+        count: Equal layers in a row.
+        products: Its matrix products.
+        parameters: Number of parameters of one layer, experts included.
+        sharded_parameters: Those that tensor ranks divide, experts not included.
+        expert_parameters: Those of experts, which expert ranks divide.
+        moved: Elements that memory-bound operations read and write in the forward, besides products and scores.
+        moved_scores: Elements of attention scores that a softmax outside the products reads and writes.
+        replicated_moved: The part of ``moved`` that tensor ranks do not divide, unless sequence parallel.
+        saved: Elements saved for the backward, without attention scores.
+        replicated_saved: The part of ``saved`` that tensor ranks do not divide, unless sequence parallel.
+        saved_scores: Elements of attention scores saved; "selective" recomputation saves none.
+        selective_saved: Elements saved under selective recomputation (results of expensive operations).
+        full_saved: Elements saved under full recomputation; ``outputs`` if None.
+        outputs: Elements of its result, which the next stage receives.
+        reductions: All-reduces of ``outputs`` over tensor ranks in the forward; as many in the backward.
+        kernels: Kernels started in the forward.
+        float32_saved: Elements saved in 32 bits besides ``saved``, such as logits of a loss.
+        loss_saved: The part of ``saved`` that a loss over classes saves; a loss in chunks saves none.
+        peak_only: Elements held in 32 bits during the layer's backward alone, in each of two gradients.
+        is_recomputed: Whether full recomputation applies to it; it does to layers, not to an embedding or a loss.
+        has_full_positions: Whether each context rank computes all positions of it, as the strategies do of an embedding
+            and of a loss: of whatever has no argument of its result's shape.
+        routed_tokens: Rows that each of all-to-all carries to experts and back; 0 without experts.
+    """
+
+    name: str
+    count: int = 1
+    products: tuple[Product, ...] = ()
+    parameters: int = 0
+    sharded_parameters: int = 0
+    expert_parameters: int = 0
+    moved: float = 0.0
+    moved_scores: float = 0.0
+    replicated_moved: float = 0.0
+    saved: float = 0.0
+    replicated_saved: float = 0.0
+    saved_scores: float = 0.0
+    selective_saved: float = 0.0
+    full_saved: float | None = None
+    outputs: float = 0.0
+    reductions: int = 0
+    kernels: int = 0
+    float32_saved: float = 0.0
+    loss_saved: float = 0.0
+    peak_only: float = 0.0
+    is_recomputed: bool = True
+    has_full_positions: bool = False
+    routed_tokens: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one layer's forward for one sample."""
+        return sum(product.flops for product in self.products)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of a model.
+
+    Attributes:
+        name: For reports.
+        layers: In order of execution; the partition into stages is contiguous.
+        positions: Tokens of one sample, 1 if it is no sequence.
+        heads: The number that tensor ranks must divide; None if unknown.
+        key_value_heads: The same of keys and values.
+        experts: Experts per layer, which expert ranks must divide; 0 without.
+        has_tied_embedding: Whether the first and the last layer share a parameter, counted in the first.
+        is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
+        frozen_parameters: Parameters without gradients.
+        has_batch_norm: Whether layers take statistics of each microbatch, so that results depend on their number.
+        why_no_stages: Why its step cannot be run in stages, and on microbatches; empty if it may.
+        notes: For reports.
+        layers_of_few_stages: The layers of layouts with 1, 2, ... stages; those of more stages are ``layers``.
+        names_checksum: `checksum_of_names` of the parameters; 0 if these are unknown.
+        sample_elements: Elements of the tensors of one sample; 0 if unknown.
+        correction: Of predictions, by the measured steps of a run of this model; None if there is none.
+    """
+
+    name: str
+    layers: tuple[LayerCosts, ...]
+    positions: int = 1
+    heads: int | None = None
+    key_value_heads: int | None = None
+    experts: int = 0
+    has_tied_embedding: bool = False
+    is_traced: bool = True
+    frozen_parameters: int = 0
+    has_batch_norm: bool = False
+    why_no_stages: str = ""
+    notes: tuple[str, ...] = field(default=())
+    layers_of_few_stages: tuple[tuple[LayerCosts, ...], ...] = ()
+    names_checksum: int = 0
+    sample_elements: float = 0.0
+    correction: Correction | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(layer.parameters * layer.count for layer in self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of single layers."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a forward for one sample."""
+        return sum(layer.flops * layer.count for layer in self.layers)
+
+    def with_stages(self, num_stages: int) -> ModelCosts:
+        """Return the costs with the layers of a step in a number of stages: in few, an opened layer is one."""
+        few = self.layers_of_few_stages
+        if num_stages > len(few) or sum(layer.count for layer in few[num_stages - 1]) < num_stages:
+            return self
+        return replace(self, layers=few[num_stages - 1], layers_of_few_stages=())
+
+    def single_layers(self) -> Iterator[LayerCosts]:
+        """All layers one by one, in order."""
+        for layer in self.layers:
+            for _ in range(layer.count):
+                yield layer
+
+
+def checksum_of_names(names: Iterable[str]) -> int:
+    """Return a checksum of the names of a model's parameters, by which runs of the same model are known."""
+    return zlib.crc32("\n".join(names).encode())
+
+
+EXPERT_PROOF = (
+    "which experts ranks can share is proved at the start of a run; the plan with expert ranks is subject to that proof"
+)
+
+
+@dataclass(frozen=True)
+class ExpertSet:
+    """Experts of one module, among which its tokens are routed.
+
+    Attributes:
+        module: FQN of the module.
+        experts: Number of experts.
+        parameters: FQNs of their parameters.
+        rows: Rows that all experts compute in the recorded step: tokens times experts per token.
+        matrices: Sizes ``(inner, columns)`` of the products of each row with one expert's matrices.
+    """
+
+    module: str
+    experts: int
+    parameters: tuple[str, ...]
+    rows: float
+    matrices: tuple[tuple[int, int], ...]
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward."""
+        return 2.0 * self.rows * sum(inner * columns for inner, columns in self.matrices)
+
+    def products(self, samples: int) -> Iterator[Product]:
+        """Yield the products of one of ``samples`` samples."""
+        for inner, columns in self.matrices:
+            yield Product(self.rows / samples, inner, columns, sharded="inner" if columns < inner else "columns")
+
+    def in_unit(self, own: str, other: str) -> ExpertSet:
+        """Return the experts at the same place in the unit ``other``, which is structurally equal to the unit ``own``.
+
+        Args:
+            own: FQN of the unit that the module is in.
+            other: FQN of the other unit.
+        """
+        names = tuple(other + name[len(own) :] for name in self.parameters)
+        return ExpertSet(other + self.module[len(own) :], self.experts, names, self.rows, self.matrices)
+
+
+def common_number(sets: Iterable[ExpertSet]) -> int:
+    """Return the number that expert ranks must divide, so that they divide the experts of each module; 0 without."""
+    return math.gcd(*(each.experts for each in sets))
+
+
+def parameters_of(sets: Iterable[ExpertSet], shapes: Mapping[str, tuple[int, ...]], among: Collection[str]) -> int:
+    """Return how many parameters the experts have, of those named in ``among``."""
+    names = {name for each in sets for name in each.parameters} & set(among)
+    return sum(math.prod(shapes[name]) for name in names if name in shapes)
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters that one rank computes with.
+
+    Attributes:
+        dense: Those outside experts.
+        experts: Those of experts.
+    """
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.dense + self.experts
+
+    def over_shards(self, layout: PlanLayout) -> Parameters:
+        """Return what ZeRO leaves to one rank of these."""
+        return Parameters(self.dense / layout.shard, self.experts / layout.expert_shards)
+
+
+def parameters_of_rank(layers: Iterable[tuple[LayerCosts, int]], layout: PlanLayout) -> Parameters:
+    """Return the parameters of layers, each with the number of equal ones, that one rank computes with.
+
+    Tensor ranks divide the width of experts, too.
+    """
+    dense = experts = 0.0
+    for layer, count in layers:
+        replicated = layer.parameters - layer.sharded_parameters - layer.expert_parameters
+        dense += count * (replicated + layer.sharded_parameters / layout.tensor)
+        experts += count * layer.expert_parameters / (layout.expert * layout.tensor)
+    return Parameters(dense, experts)
+
+
+def layout_of_layer(layer: LayerCosts, layout: PlanLayout) -> PlanLayout:
+    """Return the layout by whose sizes the layer's rows and activations are divided."""
+    if layer.has_full_positions and layout.context > 1:
+        return dataclasses.replace(layout, context=1)
+    return layout

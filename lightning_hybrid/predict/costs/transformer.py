@@ -1,0 +1,224 @@
+"""Costs of a transformer from the numbers of its configuration, after Korthikanti et al. (arXiv 2205.05198, section 4).
+
+Activations are counted as that paper does: per position, a layer saves 5 rows of its width that tensor ranks do not
+divide (inputs of two norms, of the projections of attention and of the MLP, and two dropout masks of half the bytes)
+and those that they divide (queries, keys, values, the input of the output projection, and what the MLP saves).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hybrid.predict.costs.layers import LayerCosts, ModelCosts, Product
+
+# Names of each number over the architectures, the most common first.
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim"),
+    "vocabulary": ("vocab_size",),
+    "key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "head_size": ("head_dim",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token"),
+}
+_OPTIONAL = {"ffn", "key_value_heads", "head_size", "experts", "experts_per_token"}
+_GATED = ("silu", "swish", "swiglu", "geglu")
+_ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "alibi", "use_alibi")
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """Sizes of a decoder or encoder of equal layers.
+
+    Attributes:
+        layers: Number of layers.
+        hidden: Width.
+        ffn: Inner width of the MLP.
+        heads: Heads of attention.
+        vocabulary: Rows of the embedding.
+        positions: Tokens of one sample.
+        key_value_heads: Heads of keys and values; as many as ``heads`` if None.
+        head_size: Width of a head; ``hidden / heads`` if None.
+        is_gated: Whether the MLP has a gate (SwiGLU): three matrices instead of two.
+        is_causal: Whether positions attend to earlier ones alone.
+        has_learned_positions: Whether each position has an embedding.
+        has_dropout: Whether the residual branches have dropout.
+        has_tied_embedding: Whether the head uses the embedding's parameter.
+        fused_attention: Whether scores of attention stay in the kernel.
+        fused_kernels: Whether activation functions, dropout with residuals, and masks with softmax are one kernel each,
+            as by Megatron-LM or a compiler; otherwise each of their operations reads and writes memory.
+        experts: MLPs per layer among which tokens are routed; 0 for one MLP without a router.
+        experts_per_token: How many of these compute each token.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocabulary: int
+    positions: int
+    key_value_heads: int | None = None
+    head_size: int | None = None
+    is_gated: bool = False
+    is_causal: bool = True
+    has_learned_positions: bool = False
+    has_dropout: bool = False
+    has_tied_embedding: bool = True
+    fused_attention: bool = True
+    fused_kernels: bool = True
+    experts: int = 0
+    experts_per_token: int = 1
+
+
+def transformer_costs(shape: TransformerShape, name: str = "transformer") -> ModelCosts:
+    """Return the costs of a transformer: its embedding, its layers and its head with the loss."""
+    tokens, width = shape.positions, shape.hidden
+    embedding = LayerCosts(
+        "embedding",
+        parameters=(shape.vocabulary + (tokens if shape.has_learned_positions else 0)) * width,
+        sharded_parameters=shape.vocabulary * width,
+        replicated_moved=3.0 * tokens * width,
+        moved=3.0 * tokens * width,
+        outputs=tokens * width,
+        reductions=1,
+        kernels=4,
+        is_recomputed=False,
+        has_full_positions=True,
+    )
+    logits = float(tokens) * shape.vocabulary
+    head = LayerCosts(
+        "head",
+        products=(Product(tokens, width, shape.vocabulary, sharded="columns"),),
+        parameters=2 * width + (0 if shape.has_tied_embedding else shape.vocabulary * width),
+        sharded_parameters=0 if shape.has_tied_embedding else shape.vocabulary * width,
+        moved=6.0 * logits,
+        saved=2.0 * tokens * width,
+        replicated_saved=2.0 * tokens * width,
+        float32_saved=logits,
+        peak_only=logits,
+        outputs=1.0,
+        kernels=12,
+        is_recomputed=False,
+        has_full_positions=True,
+    )
+    return ModelCosts(
+        name,
+        (embedding, _transformer_layer(shape), head),
+        positions=tokens,
+        heads=shape.heads,
+        key_value_heads=shape.key_value_heads or shape.heads,
+        experts=shape.experts,
+        has_tied_embedding=shape.has_tied_embedding,
+    )
+
+
+def _transformer_layer(shape: TransformerShape) -> LayerCosts:
+    tokens, width = shape.positions, shape.hidden
+    head_size = shape.head_size or width / shape.heads
+    queries, keys = head_size * shape.heads, head_size * (shape.key_value_heads or shape.heads)
+    matrices = 3 if shape.is_gated else 2
+    used, held = (shape.experts_per_token, shape.experts) if shape.experts else (1, 0)
+    causal = 0.5 if shape.is_causal and shape.fused_attention else 1.0
+    scores = 0.0 if shape.fused_attention else float(shape.heads) * tokens * tokens
+    attention_weights = int(width * (queries + 2 * keys) + queries * width)
+    mlp_weights = matrices * width * shape.ffn
+    products = (
+        Product(tokens, width, queries + 2 * keys, sharded="columns"),
+        Product(tokens, head_size, tokens, shape.heads, "count", False, True, causal),
+        Product(tokens, tokens, head_size, shape.heads, "count", False, True, causal),
+        Product(tokens, queries, width, sharded="inner"),
+        Product(tokens * used, width, (matrices - 1) * shape.ffn, sharded="columns"),
+        # A dropout after it, or the weights of experts, need its result in the backward.
+        Product(tokens * used, shape.ffn, width, sharded="inner", is_recomputed=shape.has_dropout or held > 0),
+    )
+    inner_mlp = (4 if shape.is_gated else 2) * shape.ffn * used
+    replicated = (5.0 if shape.has_dropout else 4.0) * tokens * width
+    sharded = tokens * (queries + 2 * keys + queries + inner_mlp)
+    moved_replicated = (10.0 if shape.has_dropout else 8.0) * tokens * width * (1.0 if shape.fused_kernels else 1.6)
+    around_mlp = (3.0 if shape.is_gated else 2.0) * (1.0 if shape.fused_kernels else 8.0)
+    moved = tokens * (2.0 * (queries + 2 * keys) + around_mlp * shape.ffn * used)
+    return LayerCosts(
+        "layer",
+        count=shape.layers,
+        products=products,
+        parameters=attention_weights + mlp_weights * max(held, 1) + 4 * width + held * width,
+        sharded_parameters=attention_weights + (0 if held else mlp_weights),
+        expert_parameters=mlp_weights * held,
+        moved=moved_replicated + moved,
+        moved_scores=(4.5 if shape.fused_kernels else 15.0) * scores,
+        replicated_moved=moved_replicated,
+        saved=replicated + sharded,
+        replicated_saved=replicated,
+        saved_scores=2.5 * scores,
+        selective_saved=replicated + sharded,
+        outputs=float(tokens * width),
+        reductions=2,
+        kernels=24 if shape.fused_kernels else 40,
+        routed_tokens=float(tokens * used) if held else 0.0,
+    )
+
+
+def costs_from_config(config: Mapping[str, Any], positions: int, name: str = "") -> ModelCosts:
+    """Return the costs of the transformer that a configuration describes.
+
+    Args:
+        config: Its content, such as that of ``config.json``; a ``text_config`` in it is taken instead.
+        positions: Tokens of one sample.
+        name: For reports; that of the configuration if empty.
+
+    Raises:
+        ValueError: A number that every transformer has is missing.
+    """
+    costs = transformer_costs(
+        shape_from_config(config, positions), name or str(config.get("model_type", "transformer"))
+    )
+    if any(config.get(key) for key in ("hidden_act", "hidden_activation", "activation_function", "text_config")):
+        return costs
+    note = "the configuration names no hidden_act: MLPs of two matrices are counted, without a gate"
+    return dataclasses.replace(costs, notes=(*costs.notes, note))
+
+
+def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerShape:
+    """Return the sizes of the transformer that a configuration describes; see `costs_from_config`.
+
+    Raises:
+        ValueError: A number that every transformer has is missing.
+    """
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping):
+        config = {**config, **inner}
+    numbers: dict[str, Any] = {}
+    for field, names in _NAMES.items():
+        numbers[field] = next((config[name] for name in names if config.get(name) is not None), None)
+        if numbers[field] is None and field not in _OPTIONAL:
+            raise ValueError(
+                f"the configuration has none of {', '.join(names)}; a transformer's costs need one of them"
+            )
+    is_mixture = bool(numbers["experts"]) and int(numbers["experts"]) > 1
+    ffn = numbers["ffn"] or 4 * numbers["hidden"]
+    if is_mixture:
+        ffn = config.get("moe_intermediate_size") or ffn
+    activation = str(config.get("hidden_act") or config.get("hidden_activation") or "").lower()
+    architectures = " ".join(config.get("architectures") or [])
+    return TransformerShape(
+        layers=numbers["layers"],
+        hidden=numbers["hidden"],
+        ffn=ffn,
+        heads=numbers["heads"],
+        vocabulary=numbers["vocabulary"],
+        positions=positions,
+        key_value_heads=numbers["key_value_heads"],
+        head_size=numbers["head_size"],
+        is_gated=activation.startswith(_GATED) or bool(config.get("hidden_activation")),
+        is_causal="Masked" not in architectures,
+        has_learned_positions=not any(config.get(name) for name in _ROTARY),
+        has_dropout=any(config.get(name, 0) for name in ("hidden_dropout_prob", "resid_pdrop", "dropout")),
+        has_tied_embedding=bool(config.get("tie_word_embeddings", True)),
+        experts=int(numbers["experts"]) if is_mixture else 0,
+        experts_per_token=int(numbers["experts_per_token"] or 1) if is_mixture else 1,
+    )

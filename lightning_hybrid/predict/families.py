@@ -1,0 +1,183 @@
+"""One reason for each family of layouts that the chosen plan does not belong to, with both numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_hybrid.predict.candidates import Candidates
+from lightning_hybrid.predict.layout import PlanLayout
+from lightning_hybrid.predict.options import spelled
+from lightning_hybrid.predict.plans import TIE, Plan, PredictedTime, Rejection, simplest_of_tied
+from lightning_hybrid.text import sized, timed
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Layouts with one property.
+
+    Attributes:
+        name: For reports.
+        has: Whether a layout is one of them.
+        impossible: Why the model or the cluster has none of them; empty if it may.
+        field: The field of a layout that decides, which may be fixed.
+    """
+
+    name: str
+    has: Callable[[PlanLayout], bool]
+    impossible: Callable[[Candidates], str] = lambda candidates: ""
+    field: str = ""
+
+
+def _no_tensor(candidates: Candidates) -> str:
+    if "tensor" in candidates.fixed:
+        return f"tensor_parallel_size={candidates.fixed['tensor']} is set"
+    if not candidates.allowed.tensor:
+        return "not permitted for this model"
+    costs = candidates.costs
+    if not candidates.is_sharded_by_tensor_ranks:
+        return f"tensor ranks would share {candidates.divided_share(1):.0%} of the FLOPs of its layers' parameters"
+    if costs.heads:
+        return f"no number of ranks divides both {costs.heads} heads and {candidates.ranks} devices"
+    return f"no number of ranks divides the layers' sizes and {candidates.ranks} devices"
+
+
+def _no_crossing(candidates: Candidates) -> str:
+    node, costs = candidates.hardware.devices_per_node, candidates.costs
+    if candidates.ranks <= node:
+        return f"all {candidates.ranks} devices are on one node"
+    if "tensor" in candidates.fixed or not candidates.allowed.tensor or not costs.heads:
+        return _no_tensor(candidates)
+    heads = f"{costs.heads} heads, {costs.key_value_heads or costs.heads} of keys and values"
+    return f"no number of ranks above {node} divides {heads}, and {candidates.ranks} devices"
+
+
+def _no_pipeline(candidates: Candidates) -> str:
+    if "pipeline" in candidates.fixed:
+        return f"pipeline_parallel_size={candidates.fixed['pipeline']} is set"
+    if not candidates.allowed.pipeline:
+        return candidates.costs.why_no_stages or "not permitted for this model"
+    return f"{candidates.most_stages} layers and {candidates.ranks} devices have no common number of stages"
+
+
+def _no_context(candidates: Candidates) -> str:
+    if "context" in candidates.fixed:
+        return f"context_parallel_size={candidates.fixed['context']} is set"
+    if not candidates.allowed.context:
+        return "not permitted for this model"
+    positions, least = candidates.costs.positions, candidates.allowed.positions_per_context_rank
+    if positions == 1:
+        return "samples are no sequences"
+    if positions < 2 * least:
+        return f"samples of {positions} positions; each context rank should have {least} or more"
+    return f"no number of ranks divides {positions} positions and {candidates.ranks} devices"
+
+
+def _no_experts(candidates: Candidates) -> str:
+    if "expert" in candidates.fixed:
+        return f"expert_parallel_size={candidates.fixed['expert']} is set"
+    if not candidates.allowed.expert:
+        return "not permitted for this model"
+    costs = candidates.costs
+    if costs.experts:
+        return f"{costs.experts} experts and the replicas have no common divisor"
+    unknown = "the step was not recorded, so that its experts are not known; fix their ranks"
+    return "the model has no experts" if costs.is_traced else unknown
+
+
+def _has_zero(stage: int) -> Callable[[PlanLayout], bool]:
+    return lambda plan: plan.zero_stage == stage
+
+
+def _families(node: int) -> list[_Family]:
+    def has_no_kind(layout: PlanLayout) -> bool:
+        return layout.pipeline == layout.tensor == layout.context == layout.expert == 1
+
+    return [
+        _Family("replicas alone, zero 0", lambda plan: has_no_kind(plan) and not plan.zero_stage),
+        _Family("replicas alone, zero 3", lambda plan: has_no_kind(plan) and plan.zero_stage == 3),
+        _Family("tensor ranks within a node", lambda plan: 1 < plan.tensor <= node, _no_tensor),
+        _Family("tensor ranks across nodes", lambda plan: plan.tensor > node, _no_crossing),
+        _Family("no tensor ranks", lambda plan: plan.tensor == 1, _no_tensor),
+        _Family("pipeline ranks", lambda plan: plan.pipeline > 1, _no_pipeline),
+        _Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline),
+        _Family("context ranks", lambda plan: plan.context > 1, _no_context),
+        _Family("expert ranks", lambda plan: plan.expert > 1, _no_experts),
+        *(_Family(f"zero {stage}", _has_zero(stage), field="zero_stage") for stage in range(4)),
+        _Family("no recomputation", lambda plan: plan.recompute == "none", field="recompute"),
+        _Family("selective recomputation", lambda plan: plan.recompute == "selective", field="recompute"),
+        _Family("full recomputation", lambda plan: plan.recompute == "full", field="recompute"),
+        _Family("offload to the host", lambda plan: bool(plan.offload)),
+        _Family("several stages per rank", lambda plan: plan.stages_per_rank > 1),
+        _Family("zero bubble", lambda plan: plan.schedule == "zero_bubble"),
+    ]
+
+
+def rejected_families(
+    best: Plan, candidates: Candidates, plan: Callable[[PlanLayout], Plan], evaluated: Iterable[Plan]
+) -> Iterator[Rejection]:
+    """Yield the reason against each family without the chosen plan."""
+    for layout in [*candidates.neighbours(best.layout), *_without_kinds(best.layout, candidates)]:
+        plan(layout)
+    known = list(evaluated)
+    for family in _families(candidates.hardware.devices_per_node):
+        if family.has(best.layout):
+            continue
+        members = [member for member in known if family.has(member.layout)]
+        fitting = [member for member in members if member.fits]
+        if fitting:
+            member = simplest_of_tied(
+                fitting, lambda member: (member.seconds_per_sample,), chosen=best.seconds_per_sample
+            )
+            yield Rejection(family.name, slower_than(member, best), member.layout)
+        elif members:
+            member = min(members, key=lambda member: member.memory.least)
+            yield Rejection(family.name, larger_than_device(member), member.layout)
+        elif family.field in candidates.fixed:
+            yield Rejection(family.name, f"{family.field}={candidates.fixed[family.field]} is set")
+        elif reason := family.impossible(candidates):
+            yield Rejection(family.name, reason)
+
+
+def _without_kinds(best: PlanLayout, candidates: Candidates) -> Iterator[PlanLayout]:
+    """Yield layouts of replicas alone that are otherwise the chosen one."""
+    for mesh in candidates.meshes():
+        if mesh.pipeline == mesh.tensor == mesh.context == mesh.expert == 1:
+            for stage in (0, 3) if mesh.data > 1 and "zero_stage" not in candidates.fixed else ():
+                yield dataclasses.replace(mesh, **candidates.zero_changes(mesh, stage), recompute=best.recompute)
+
+
+def slower_than(plan: Plan, best: Plan) -> str:
+    """Return the term of the step time that makes a plan slower, of how much in all, against the chosen plan."""
+    assert plan.time is not None and best.time is not None
+    own, other = plan.time, best.time
+    against = f"{spelled(plan.layout)}: "
+    scale = other.samples / own.samples  # both times are those of the chosen plan's samples
+    if (1 + TIE) * plan.seconds_per_sample < best.seconds_per_sample:  # the largest batch was searched for
+        samples, most = (each.layout.microbatch * each.layout.data for each in (plan, best))
+        return f"{against}{samples} samples are computed at a time, with the chosen plan {most}"
+    if plan.seconds_per_sample <= (1 + TIE) * best.seconds_per_sample:
+        times = f"{timed(scale * own.seconds)}, the chosen plan {timed(other.seconds)}"
+        if best.fits_with_error and not plan.fits_with_error:
+            memory = f"{sized(plan.memory.least)} of {sized(plan.memory.capacity)}"
+            return f"{against}{times}: not slower, but {memory} is within the error of memory"
+        return f"{against}{times}: a tie within 3 %, and not simpler"
+    name = largest_difference(own, other)
+    return (
+        f"{against}{name} {timed(scale * own.terms.get(name, 0.0))} of {timed(scale * own.seconds)}; the chosen"
+        f" plan has {timed(other.terms.get(name, 0.0))} of {timed(other.seconds)}"
+    )
+
+
+def largest_difference(own: PredictedTime, other: PredictedTime) -> str:
+    """Return the name of the term by which one step is slower than the other, per sample."""
+    scale = own.samples / other.samples
+    names = {**own.terms, **other.terms}
+    return max(names, key=lambda name: own.terms.get(name, 0.0) - scale * other.terms.get(name, 0.0))
+
+
+def larger_than_device(plan: Plan) -> str:
+    """Return the memory that a plan needs and has, with its largest terms."""
+    memory = plan.memory
+    return f"{spelled(plan.layout)}: {sized(memory.peak)} of {sized(memory.capacity)} (most: {plan.largest_terms})"

@@ -1,0 +1,177 @@
+"""`Hardware`: what one device computes and holds, and what the links carry; read from TOML."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+PRESETS = Path(__file__).with_name("presets")
+_FLAGS = ("is_host", "direct_links")
+_LINKS = ("within_node", "between_nodes")
+_MAY_BE_ZERO = ("reserved", "kernel_seconds", "latency_within", "latency_between", "overlap")
+
+
+@dataclass(frozen=True)
+class BandwidthCurve:
+    """Bus bandwidth of a collective against the bytes of its tensor, interpolated between measured points.
+
+    Attributes:
+        sizes: Bytes of the full tensor, ascending.
+        bandwidths: Bus bandwidth in bytes per second at each, as nccl-tests define it: what the busiest link carries.
+    """
+
+    sizes: tuple[float, ...]
+    bandwidths: tuple[float, ...]
+
+    def bandwidth(self, size: float) -> float:
+        """Bytes per second at a size: constant time below the first point, log-log between, constant above the last."""
+        if size <= self.sizes[0]:
+            return self.bandwidths[0] * max(size, 1.0) / self.sizes[0]
+        if size >= self.sizes[-1]:
+            return self.bandwidths[-1]
+        right = bisect.bisect_left(self.sizes, size)
+        left = right - 1
+        share = math.log(size / self.sizes[left]) / math.log(self.sizes[right] / self.sizes[left])
+        return self.bandwidths[left] * (self.bandwidths[right] / self.bandwidths[left]) ** share
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device in one kind of cluster.
+
+    Attributes:
+        name: Name of the preset or of the file.
+        memory: Bytes of a device.
+        reserved: Bytes that the framework, its libraries and fragmentation take of these.
+        product_flops: Largest measured FLOP/s of a matrix product, by number format ("bfloat16", "float8", ...).
+        memory_bandwidth: Bytes per second of the device's memory.
+        kernel_seconds: Least time between the starts of two kernels.
+        efficiency: The one constant per hardware by which the time of computation is divided.
+        devices_per_node: Devices that share the links within a node.
+        within_node: Bus bandwidth between all devices of a node.
+        between_nodes: Bus bandwidth per node over all its adapters, when all its devices take part.
+        latency_within: Seconds of one message within a node.
+        latency_between: The same between nodes.
+        overlap: Share of the computation's time in which collectives over replicas run beside it: near 1 where adapters
+            read the devices' memory, 0 where the host drives them (Omni-Path).
+        host_bandwidth: Bytes per second between a device and its host, in one direction.
+        host_update_rate: Parameters per second and device that an optimizer on the host updates.
+        is_host: Whether the devices are the host's own cores, so that nothing is offloaded to it.
+        direct_links: Whether each device of a node has links of its own to each other one, without a switch: n of N
+            devices then use ``(n - 1) / (N - 1)`` of their links.
+    """
+
+    name: str
+    memory: float
+    reserved: float
+    product_flops: Mapping[str, float]
+    memory_bandwidth: float
+    kernel_seconds: float
+    efficiency: float
+    devices_per_node: int
+    within_node: BandwidthCurve
+    between_nodes: BandwidthCurve
+    latency_within: float
+    latency_between: float
+    overlap: float
+    host_bandwidth: float
+    host_update_rate: float
+    is_host: bool = False
+    direct_links: bool = False
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that come with the package."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_hardware(name: str) -> Hardware:
+    """Read a preset, or a TOML file by its path.
+
+    Args:
+        name: Of a preset such as "a100-80", or the path of a file.
+
+    Raises:
+        ValueError: Neither a preset nor a file, no TOML, a key is missing or unknown, or a value is impossible.
+    """
+    path = Path(name) if name.endswith(".toml") else PRESETS / f"{name.lower()}.toml"
+    if not path.is_file():
+        if name.endswith(".toml"):
+            raise ValueError(f"there is no file {name!r}; presets are {', '.join(preset_names())}")
+        raise ValueError(f"no hardware {name!r}: give one of {', '.join(preset_names())}, or the path of a TOML file")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from error
+    return hardware_from_table(table, path)
+
+
+def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
+    """Build a `Hardware` from the table of a TOML file.
+
+    Raises:
+        ValueError: A key is missing or unknown, or a value is impossible.
+    """
+    wanted = set(Hardware.__dataclass_fields__)
+    optional = {*_FLAGS, "sources"}
+    given = dict(table)
+    given.setdefault("name", path.stem)
+    missing, unknown = wanted - set(given) - optional, set(given) - wanted - optional
+    if missing or unknown:
+        raise ValueError(f"{path}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}")
+    given.pop("sources", None)
+    _check_values(given, path)
+    for link in _LINKS:
+        points: Sequence[Sequence[float]] = sorted(given[link])
+        given[link] = BandwidthCurve(tuple(size for size, _ in points), tuple(rate for _, rate in points))
+    return Hardware(**given)
+
+
+def _check_values(table: Mapping[str, Any], path: Path) -> None:
+    """Refuse values that are no numbers, negative, or 0 where a rate or a size is needed."""
+    others = ("name", *_FLAGS, "product_flops", *_LINKS)
+    single = {name: value for name, value in table.items() if name not in others}
+    for flag in _FLAGS:
+        if not isinstance(table.get(flag, False), bool):
+            raise ValueError(f"{path}: {flag}={table[flag]!r}; use true or false")
+    rates = table["product_flops"]
+    if not isinstance(rates, Mapping) or not rates:
+        raise ValueError(f"{path}: product_flops={rates!r}; use FLOP/s by number format, such as {{ float32 = 1e12 }}")
+    for name, value in {**single, **{f"product_flops.{dtype}": rate for dtype, rate in rates.items()}}.items():
+        may_be_zero = name in _MAY_BE_ZERO
+        if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
+            raise ValueError(f"{path}: {name}={value!r}; use a number {'of 0 or more' if may_be_zero else 'above 0'}")
+    for name in _LINKS:
+        points = table[name]
+        if not isinstance(points, Sequence) or not points or not all(map(_is_point, points)):
+            raise ValueError(f"{path}: {name} needs pairs of bytes and bytes per second above 0, such as [[1e6, 1e9]]")
+
+
+def _is_point(point: Any) -> bool:
+    return isinstance(point, list) and len(point) == 2 and all(_is_number(each) and each > 0 for each in point)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def processor_name() -> str:
+    """Return the name of the processor of this host."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not on Linux
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()

@@ -1,0 +1,184 @@
+"""Seconds of one layer's forward and backward for one microbatch on one rank: a roofline per operation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_hybrid.predict.costs.layers import LayerCosts, Product, layout_of_layer
+from lightning_hybrid.predict.hardware import Hardware
+from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
+
+
+@dataclass(frozen=True)
+class EfficiencyConstants:
+    """What a step achieves of the figures of its hardware.
+
+    Attributes:
+        half_size: Size of one dimension of a matrix product at which it reaches half of the rate of a large one.
+        half_inner: The same of the dimension that is summed over.
+        misaligned: Rate of a product one of whose sizes is a multiple of 8 elements but not of 16, relative to one of
+            multiples of 64.
+        attention: Rate of products of fused attention, relative to those of linear layers.
+        half_head: Width of a head at which fused attention reaches half of its rate.
+        attention_backward: Floating-point operations of fused attention's backward over those of its forward.
+        memory_share: Share of the memory's bandwidth that operations between products achieve.
+        backward_moved: Bytes that memory-bound operations move in the backward over those of the forward.
+        within_share: Share of the bandwidth of links within a node that collectives achieve beside kernels.
+        between_share: The same of links between nodes, for reductions of large buckets.
+        gather_share: The same for gathers and reductions of single layers (ZeRO-3) between very many nodes.
+        gather_nodes: Number of nodes at which the rest of their bandwidth is halved.
+    """
+
+    half_size: float = 110
+    half_inner: float = 20
+    misaligned: float = 0.69
+    attention: float = 0.61
+    half_head: float = 9.2
+    attention_backward: float = 3.5
+    memory_share: float = 0.83
+    backward_moved: float = 3.0
+    within_share: float = 0.55
+    between_share: float = 1.0
+    gather_share: float = 0.096
+    gather_nodes: float = 1.0
+
+
+CONSTANTS = EfficiencyConstants()
+
+
+# A softmax with dropout reads and writes 4.5 times the scores in the forward, and 5.5 times in the backward.
+SCORES_BACKWARD = 5.5 / 4.5
+# Selective layers that drop 0.6 of the bytes of a GPT's block repeat 0.3 of the work of its products.
+REPEATED_PRODUCTS = 0.3 / 0.6
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of one layer for one microbatch, without communication.
+
+    Attributes:
+        forward: Of the forward.
+        backward: Of the backward, without recomputation.
+        recomputed: Of what the backward computes again.
+        kernel_starts: The part of all three in which the device waits for kernels to start.
+        weights: The part of the backward that makes gradients of weights.
+    """
+
+    forward: float
+    backward: float
+    recomputed: float
+    kernel_starts: float
+    weights: float = 0.0
+
+
+def layer_seconds(
+    layer: LayerCosts,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    constants: EfficiencyConstants,
+) -> LayerSeconds:
+    """Return the seconds of one layer for one microbatch of ``layout.microbatch`` samples on one rank."""
+    layout = layout_of_layer(layer, layout)
+    linear = attention = attention_backward = casts = not_recomputed = 0.0
+    for product in layer.products:
+        if number_format.products == "float8" and product.has_weight and product.in_float8:
+            casts += cast_elements(product, layout, number_format)
+        seconds = product_seconds(product, layout, number_format, hardware, constants)
+        if not product.has_weight:
+            attention += seconds
+            attention_backward += seconds * (constants.attention_backward if layout.fused_attention else 2.0)
+        else:
+            linear += seconds
+            not_recomputed += 0.0 if product.is_recomputed else seconds
+    rate = hardware.memory_bandwidth * constants.memory_share / (layout.microbatch * number_format.activation)
+    shared = layout.tensor if layout.sequence_parallel else 1
+    moved = (layer.replicated_moved / shared + (layer.moved - layer.replicated_moved) / layout.tensor) / layout.context
+    around = (moved + casts / layout.microbatch) / rate
+    scores = layer.moved_scores / (layout.tensor * layout.context) / rate
+    device = linear + attention + around + scores
+    device_backward = 2.0 * linear + attention_backward + constants.backward_moved * around + SCORES_BACKWARD * scores
+    starts = layer.kernels * hardware.kernel_seconds
+    forward, backward = max(device, starts), max(device_backward, 2.0 * starts)
+    waits = forward - device + backward - device_backward
+    weights = linear * backward / device_backward if device_backward else 0.0
+    recomputed = 0.0
+    if not layer.is_recomputed:
+        return LayerSeconds(forward, backward, 0.0, waits, weights)
+    if layout.recompute == "full":
+        recomputed = max(device - not_recomputed, starts)
+        waits += max(0.0, starts - device + not_recomputed)
+    elif layout.recompute == "selective":
+        dropped = 1.0 - layer.selective_saved / layer.saved if layer.saved else 0.0
+        recomputed = dropped * (around + REPEATED_PRODUCTS * linear)
+        recomputed += 0.0 if layout.fused_attention else attention + scores
+    return LayerSeconds(forward, backward, recomputed, waits, weights)
+
+
+def cast_elements(product: Product, layout: PlanLayout, number_format: NumberFormat) -> float:
+    """Elements of 16 bits that casts of a product's operands to 8 bits move in the forward: two read, one written."""
+    rows = product.rows * layout.microbatch * product.count / layout.context
+    shared = layout.tensor if product.sharded == "inner" else 1
+    weights = product.inner * product.columns * product.count / (layout.tensor if product.sharded else 1)
+    if number_format.casts_weights_once:
+        weights /= layout.num_microbatches
+    return 1.5 * (rows * product.inner / shared + weights)
+
+
+def product_seconds(
+    product: Product,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    constants: EfficiencyConstants,
+) -> float:
+    """Return the seconds of a layer's products in the forward for one microbatch on one rank."""
+    rows, inner, columns, count = product.rows / layout.context, product.inner, product.columns, product.count
+    if product.has_weight:
+        rows *= layout.microbatch
+    else:
+        count *= layout.microbatch
+    if product.sharded == "columns":
+        columns /= layout.tensor
+    elif product.sharded == "inner":
+        inner /= layout.tensor
+    elif product.sharded == "count":
+        count /= layout.tensor
+    flops = 2.0 * rows * inner * columns * count * product.active_share
+    is_fused = layout.fused_attention and not product.has_weight
+    in_float8 = product.has_weight and product.in_float8
+    key = "bfloat16" if number_format.products == "float8" and not in_float8 else number_format.products
+    peak = hardware.product_flops.get(key, hardware.product_flops["float32"]) * hardware.efficiency
+    if is_fused:
+        head = min(inner, columns)
+        rate = peak * constants.attention * head / (head + constants.half_head)
+        return flops / (rate * alignment(head, constants))
+    reached = 1.0
+    half = constants.half_size * (peak / 271e12) ** 0.5 * (2.0e12 / hardware.memory_bandwidth) ** 0.5
+    for size in (rows, columns):
+        reached *= size / (size + half)
+    reached *= inner / (inner + constants.half_inner)
+    if not product.has_weight and min(map(power_of_two, (inner, columns))) < 8:
+        peak = min(peak, 2.0 * hardware.product_flops["float32"] * hardware.efficiency)
+    seconds = flops / (peak * reached)
+    if not product.has_weight:  # a batch of small products reads and writes more than it computes
+        elements = (rows * inner + inner * columns + rows * columns) * count
+        seconds = max(
+            seconds, elements * number_format.activation / (hardware.memory_bandwidth * constants.memory_share)
+        )
+    return seconds / min(alignment(inner, constants), alignment(columns, constants))
+
+
+def alignment(size: float, constants: EfficiencyConstants) -> float:
+    """Return the share of its rate that a product keeps whose dimension has this size.
+
+    What matters is the largest power of two that divides it (Anthony et al., arXiv 2401.14489, section 6): tensor cores
+    reach their rate from 64 elements on.
+    """
+    return constants.misaligned ** (1.0 - math.log2(max(8, power_of_two(size)) / 8) / 3)
+
+
+def power_of_two(size: float) -> int:
+    """Return the largest power of two, 64 at most, that divides a size."""
+    return math.gcd(round(size), 64) if size == round(size) else 1

@@ -1,0 +1,202 @@
+"""What is predicted of a layout, and what a search returns: `PredictedTime`, `PredictedMemory`, `Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from lightning_hybrid.layout import Objective
+from lightning_hybrid.predict.layout import PlanLayout, RecomputeKind
+from lightning_hybrid.predict.options import simplicity
+from lightning_hybrid.text import sized
+
+
+@dataclass(frozen=True)
+class PredictedTime:
+    """Seconds of one optimizer step.
+
+    Attributes:
+        seconds: The total.
+        terms: Its parts by name, in seconds: "computation", "recomputation", "bubble", "tensor ranks", "context ranks",
+            "expert ranks", "pipeline messages", "replicas", "optimizer", "host", "kernel starts".
+        samples: Samples of the step over all replicas.
+        flops_per_rank: Floating-point operations of forward and backward of one rank, without recomputation.
+    """
+
+    seconds: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 1
+    flops_per_rank: float = 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput over all ranks."""
+        return self.samples / self.seconds
+
+
+@dataclass(frozen=True)
+class PredictedMemory:
+    """Bytes at the peak of a step.
+
+    Attributes:
+        ranks: For each pipeline rank, its parts in bytes by name: "parameters", "gradients", "optimizer states",
+            "activations", "loss", "gathered", "communication buffers", "optimizer step", "framework".
+        capacity: Bytes of a device.
+        reclaimable: For each pipeline rank, bytes of these that the allocator keeps for later and gives back before it
+            fails: fragments, and the smaller one of what the backward and the optimizer's step take.
+    """
+
+    ranks: tuple[Mapping[str, float], ...]
+    capacity: float = float("inf")
+    reclaimable: tuple[float, ...] = ()
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the pipeline rank that holds most, where memory is not short."""
+        return max(sum(rank.values()) for rank in self.ranks)
+
+    @property
+    def tensors(self) -> float:
+        """Bytes of tensors alone of the rank that holds most of them, without what the framework takes."""
+        return max(sum(rank.values()) - rank.get("framework", 0.0) for rank in self.ranks)
+
+    @property
+    def least(self) -> float:
+        """Bytes with which a step still runs."""
+        return max(sum(terms.values()) - self.spare(rank) for rank, terms in enumerate(self.ranks))
+
+    def spare(self, rank: int) -> float:
+        """Return the reclaimable bytes of a pipeline rank."""
+        return self.reclaimable[rank] if self.reclaimable else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step runs in the device's memory."""
+        return self.least <= self.capacity
+
+
+OBJECTIVES: tuple[Objective, ...] = ("throughput", "fewest_devices", "largest_batch")
+TIE = 0.03  # relative difference of step times that measurements do not resolve
+# Relative error bars of a prediction: the mean errors that the models are required to reach.
+TIME_ERROR, MEMORY_ERROR = 0.08, 0.08
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the model and the run permit.
+
+    Attributes:
+        pipeline: Whether the layers may be shared among pipeline ranks.
+        tensor: Whether layers may be sharded over tensor ranks.
+        context: Whether sequences may be sharded over context ranks.
+        expert: Whether experts may be sharded.
+        zero_stages: The stages of ZeRO.
+        recompute: What the backward may recompute.
+        schedules: Schedules of a pipeline, by name.
+        offload: Whether the host may hold what ZeRO shards.
+        largest_stages_per_rank: Most stages of one pipeline rank.
+        positions_per_context_rank: Least positions of a context rank.
+    """
+
+    pipeline: bool = True
+    tensor: bool = True
+    context: bool = True
+    expert: bool = True
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[RecomputeKind, ...] = ("none", "selective", "full")
+    schedules: tuple[str, ...] = ("1f1b", "zero_bubble")
+    offload: bool = True
+    largest_stages_per_rank: int = 4
+    positions_per_context_rank: int = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its predictions; a layout that does not fit has no time.
+
+    Attributes:
+        layout: The layout.
+        memory: Its predicted memory.
+        time: Its predicted step time.
+        time_error: Relative error bar of the step time.
+        memory_error: The same of the memory.
+    """
+
+    layout: PlanLayout
+    memory: PredictedMemory
+    time: PredictedTime | None = None
+    time_error: float = TIME_ERROR
+    memory_error: float = MEMORY_ERROR
+
+    @property
+    def fits(self) -> bool:
+        """Whether its peak is at most the memory of a device."""
+        return self.memory.fits
+
+    @property
+    def fits_with_error(self) -> bool:
+        """Whether it fits even if the memory is underestimated by the error bar."""
+        return self.memory.least * (1 + self.memory_error) <= self.memory.capacity
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Seconds of a step, per sample of it; infinite without a time."""
+        return float("inf") if self.time is None else self.time.seconds / self.time.samples
+
+    @property
+    def largest_terms(self) -> str:
+        """The two largest terms of its memory, in words."""
+        rank = max(self.memory.ranks, key=lambda terms: sum(terms.values()))
+        largest = sorted(rank.items(), key=lambda item: -item[1])[:2]
+        return ", ".join(f"{name} {sized(size)}" for name, size in largest)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why no plan of a family was chosen.
+
+    Attributes:
+        family: Its name, such as "tensor ranks across nodes".
+        reason: One reason, with both numbers.
+        layout: Its best layout; None if the model or the cluster has none.
+    """
+
+    family: str
+    reason: str
+    layout: PlanLayout | None = None
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Plans in the order of preference.
+
+    Attributes:
+        plans: The best plan of each mesh; the first is the chosen one.
+        rejected: The families that the chosen plan does not belong to.
+        evaluated: Layouts whose memory was predicted.
+    """
+
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rejection, ...]
+    evaluated: int
+
+    @property
+    def best(self) -> Plan:
+        """The chosen plan."""
+        return self.plans[0]
+
+
+def simplest_of_tied(
+    plans: Collection[Plan], score: Callable[[Plan], tuple[float, ...]], chosen: float = float("inf")
+) -> Plan:
+    """Return the simplest plan within the tie of the best, of those that fit with their error bar if there is one.
+
+    Args:
+        plans: With a time.
+        score: Orders plans, the best first; its last number is compared within the tie, the others exactly.
+        chosen: That number of the chosen plan: if the best is tied with it, so is the plan that is returned.
+    """
+    *first, least = min(map(score, plans))
+    limit = (1 + TIE) * (chosen if least > chosen >= least / (1 + TIE) else least)
+    tied = [plan for plan in plans if (found := score(plan))[:-1] == tuple(first) and found[-1] <= limit]
+    return min(tied, key=lambda plan: (not plan.fits_with_error, simplicity(plan.layout), score(plan)))

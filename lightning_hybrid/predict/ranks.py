@@ -1,0 +1,197 @@
+"""An estimate of the memory of one rank: parameters, gradients, optimizer states, and activations in flight.
+
+Plain arithmetic on sizes, where a step is recorded an upper bound: also of the layer that runs, or is recomputed, and
+of its backward. What is not counted: the workspace of kernels, what the framework itself takes, and states of the layer
+whose offloaded states step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import Node
+from lightning_hybrid.predict.layout import SELECTIVE_SHARE
+
+Place = Literal["files", "host"]
+Policies = Mapping[str, str | float]  # what layers save for the backward, by FQN
+KINDS = ("parameters", "gradients", "optimizer_states", "activations")
+
+
+class Footprint(NamedTuple):
+    """Bytes that a rank holds of its parameters.
+
+    Attributes:
+        parameters: Between steps.
+        gradients: Between steps.
+        gathered: During a step besides: full parameters, and gradients that are not reduced yet.
+    """
+
+    parameters: int
+    gradients: int
+    gathered: int
+
+
+@dataclass(frozen=True)
+class ParameterOnRank:
+    """Bytes of one parameter on one rank.
+
+    Attributes:
+        nbytes: Of the parameter that layers compute with, after tensor and expert ranks have sharded it.
+        shard_bytes: Of its shard over replicas, under ZeRO; ``nbytes`` without.
+        state_bytes: Of the optimizer's states for it; None if unknown.
+        is_trained: Whether it takes gradients.
+        layer: The layer with which ZeRO gathers it.
+    """
+
+    nbytes: int
+    shard_bytes: int
+    state_bytes: int | None
+    is_trained: bool
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that one rank, or one of its stages, holds.
+
+    Attributes:
+        parameters: Between steps.
+        gradients: Between the backward and the optimizer's step.
+        optimizer_states: After the first step; None if unknown.
+        activations: Saved for the backwards of all microbatches in flight; None if the step is not recorded.
+        gathered: By ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet.
+        working: During a step, besides these: of the layer that runs, and of the optimizer's step.
+        messages: During a step, besides these: of values and gradients that are sent or received.
+        offloaded: Where a kind is that does not take memory of the compute device; other kinds are left out.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_states: int | None
+    activations: int | None
+    gathered: int = 0
+    working: int = 0
+    messages: int = 0
+    offloaded: Mapping[str, Place] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """The sum of what is known and not offloaded."""
+        return self.between_steps + self.gathered + self.working + self.messages + (self.activations or 0)
+
+    @property
+    def between_steps(self) -> int:
+        """The part of `total` that is footprint between steps; of the gradients too, which a step may leave."""
+        return sum(size or 0 for size in self.sizes_in(None).values())
+
+    def sizes_in(self, place: Place | None) -> dict[str, int | None]:
+        """Return the bytes of parameters, gradients and optimizer states in a place; None is the compute device."""
+        return {kind: getattr(self, kind) for kind in KINDS[:3] if self.offloaded.get(kind) == place}
+
+    def __add__(self, other: RankMemory) -> RankMemory:
+        """The memory of both; unknown where either is."""
+        return RankMemory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            _sum([self.optimizer_states, other.optimizer_states]),
+            _sum([self.activations, other.activations]),
+            self.gathered + other.gathered,
+            max(self.working, other.working),  # of a rank, which runs one stage at a time
+            max(self.messages, other.messages),
+            {**self.offloaded, **other.offloaded},
+        )
+
+
+def estimate_rank_memory(
+    parameters: Iterable[ParameterOnRank],
+    activations: int | None,
+    *,
+    working: int = 0,
+    messages: int = 0,
+    footprint: Footprint | None = None,
+    offloaded: Mapping[str, Place] | None = None,
+) -> RankMemory:
+    """Estimate the memory of one rank, or of one of its stages.
+
+    Args:
+        parameters: Of the rank.
+        activations: Bytes saved for backward, of all microbatches in flight; None if unknown.
+        working: Bytes of the layer that runs.
+        messages: Bytes of values and gradients that are sent or received.
+        footprint: Bytes of parameters and of gradients between steps, and of what is gathered in a step, if not all of
+            the former two is here at all times.
+        offloaded: Where "parameters", "gradients" or "optimizer_states" are, if not on the compute device.
+    """
+    members = list(parameters)
+    trained = [each for each in members if each.is_trained]
+    here = footprint or Footprint(sum(each.nbytes for each in members), sum(each.nbytes for each in trained), 0)
+    return RankMemory(
+        parameters=here.parameters,
+        gradients=here.gradients,
+        gathered=here.gathered,
+        optimizer_states=_sum([each.state_bytes for each in trained]),
+        activations=activations,
+        working=working,
+        messages=messages,
+        offloaded=offloaded or {},
+    )
+
+
+def activation_bytes(assignment: Assignment, policies: Policies) -> list[int]:
+    """Return the bytes that each stage saves for the backward of one microbatch.
+
+    Tensors inside of layers are counted before tensor and context ranks shard them.
+    """
+    inner = [0.0] * assignment.num_stages
+    values: list[set[int]] = [set() for _ in range(assignment.num_stages)]
+    for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
+        share = _saved_share(node, policies)
+        inner[stage] += share * node.saved_bytes
+        # A layer that is recomputed saves its inputs.
+        values[stage].update(node.saved_values if share == 1 else [v for v in node.saved_values if v in node.inputs])
+    for (source, target), sent in assignment.portals.items():  # kept for the backward, which begins or ends at them
+        values[source].update(sent)
+        values[target].update(sent)
+    sizes = [sum(assignment.graph.values[index].nbytes for index in indices) for indices in values]
+    return [int(inside) + size for inside, size in zip(inner, sizes, strict=True)]
+
+
+def working_bytes(assignment: Assignment, policies: Policies) -> list[int]:
+    """Return an upper bound of the bytes that each stage takes while one of its layers runs, besides what is saved.
+
+    In its backward a layer has its results again, if it is recomputed, and gradients of at most all of its results.
+    """
+    values, most = assignment.graph.values, [0] * assignment.num_stages
+    for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
+        share = _saved_share(node, policies)
+        again = (1 - share) * node.saved_bytes + (share < 1) * sum(values[index].nbytes for index in node.saved_values)
+        ends = sum(values[index].nbytes for index in {*node.inputs, *node.outputs})
+        most[stage] = max(most[stage], int(again) + max(int(node.moved_bytes), node.saved_bytes) + ends)
+    return most
+
+
+def message_bytes(assignment: Assignment) -> list[int]:
+    """Return an upper bound of the bytes of messages of each stage while it runs: a value and a gradient of each."""
+    found = [0] * assignment.num_stages
+    for ends, sent in assignment.portals.items():
+        for stage in ends:
+            found[stage] += 2 * sum(assignment.graph.values[index].nbytes for index in sent)
+    return found
+
+
+def _saved_share(node: Node, policies: Policies) -> float:
+    """The share of its inner bytes that a node saves, by the policies of the layers in it."""
+    if node.unit is None:
+        return 1.0
+    inside = [policy for fqn, policy in policies.items() if fqn == node.unit or fqn.startswith(f"{node.unit}.")]
+    shares = {"keep": 1.0, "full": 0.0, "selective": SELECTIVE_SHARE}
+    found = [shares[policy] if isinstance(policy, str) else policy for policy in inside]
+    return sum(found) / len(found) if found else 1.0
+
+
+def _sum(sizes: Sequence[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None

@@ -1,0 +1,264 @@
+"""`PlannedRun`: a search with what it was made for, as the reports show it: Trainer arguments, and plans as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hybrid.predict.costs.layers import ModelCosts
+from lightning_hybrid.predict.families import larger_than_device, largest_difference, slower_than
+from lightning_hybrid.predict.hardware import Hardware
+from lightning_hybrid.predict.layout import NumberFormat
+from lightning_hybrid.predict.options import spelled, strategy_options
+from lightning_hybrid.predict.plans import TIE, Plan, SearchResult
+from lightning_hybrid.text import columns, sized, timed, wrap
+
+_LEAST_SHARE = 0.005  # of a total, below which a term is left out
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A search and its input.
+
+    Attributes:
+        result: Of the search.
+        costs: Of the model.
+        number_format: Of its parameters.
+        hardware: Of the cluster.
+        devices: Devices of each node.
+        num_nodes: Number of nodes.
+        precision: As the Trainer spells it.
+    """
+
+    result: SearchResult
+    costs: ModelCosts
+    number_format: NumberFormat
+    hardware: Hardware
+    devices: int
+    num_nodes: int
+    precision: str
+
+    @property
+    def title(self) -> str:
+        """The model and the cluster in a line."""
+        costs, devices = self.costs, self.devices * self.num_nodes
+        nodes = f"{self.num_nodes} nodes of {self.devices}" if self.num_nodes > 1 else "one node"
+        return (
+            f"{costs.name}: {_count(costs.parameters)} parameters, {costs.num_layers} units, on {devices}"
+            f" {self.hardware.name} ({nodes}), {self.precision}"
+        )
+
+    def trainer_arguments(self, plan: Plan) -> str:
+        """Return the Trainer of a plan in Python, with the batch size that its loader should have."""
+        layout = plan.layout
+        chosen = strategy_options(layout)
+        if layout.data == layout.ranks > 1 and not layout.zero_stage:
+            chosen = {"data_parallel_size": layout.data, **chosen}  # or the strategy would plan, were memory short
+        options = "".join(f"\n        {name}={value!r}," for name, value in chosen.items())
+        devices, nodes = self.devices, self.num_nodes
+        if layout.ranks < devices * nodes:
+            devices, nodes = min(layout.ranks, devices), max(1, layout.ranks // devices)
+        replicas = "replica" if layout.data == 1 else "replicas"
+        accelerator = '    accelerator="cpu",\n' if self.hardware.is_host else ""
+        return (
+            (
+                f"Trainer(\n{accelerator}    devices={devices},\n    num_nodes={nodes},\n"
+                f"    precision={self.precision!r},\n"
+                f"    strategy=Hybrid3DStrategy({options}\n    ),\n)\n"
+                f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} {replicas}"
+            )
+            .replace("Hybrid3DStrategy(\n    )", "Hybrid3DStrategy()")
+            .replace("'", '"')
+        )
+
+    def has_several_batches(self, most: int) -> bool:
+        """Return whether the best plans differ in the samples of a step."""
+        return len({plan.layout.batch for plan in self.result.plans[:most]}) > 1
+
+    def compared_samples(self, most: int) -> str:
+        """Return for which samples the reasons give times, where the best plans differ in those of a step."""
+        samples = self.result.best.layout.batch
+        return f", times of {samples:,} samples" if self.has_several_batches(most) else ""
+
+    def rate(self, plan: Plan) -> tuple[float, str]:
+        """Return the throughput over all devices, in tokens, or samples where these are no sequences."""
+        assert plan.time is not None
+        positions = self.costs.positions
+        return plan.time.samples_per_second * positions, "tokens/s" if positions > 1 else "samples/s"
+
+    def content(self, most: int = 5) -> dict[str, Any]:
+        """Return the plans as plain values."""
+        return {
+            "model": {
+                "name": self.costs.name,
+                "parameters": self.costs.parameters,
+                "units": self.costs.num_layers,
+                "positions": self.costs.positions,
+                "forward_flops_per_sample": self.costs.flops,
+                "is_traced": self.costs.is_traced,
+                "notes": list(self.costs.notes),
+            },
+            "hardware": self.hardware.name,
+            "devices": self.devices,
+            "num_nodes": self.num_nodes,
+            "precision": self.precision,
+            "evaluated": self.result.evaluated,
+            "plans": [self.plan_content(plan) for plan in self.result.plans[:most]],
+            "rejected": [
+                {
+                    "family": rejection.family,
+                    "reason": rejection.reason,
+                    "layout": None if rejection.layout is None else spelled(rejection.layout),
+                }
+                for rejection in self.result.rejected
+            ],
+            "trainer": self.trainer_arguments(self.result.best),
+        }
+
+    def plan_content(self, plan: Plan) -> dict[str, Any]:
+        """Return one plan as plain values: seconds, bytes."""
+        layout = {
+            field.name: _plain(getattr(plan.layout, field.name)) for field in dataclasses.fields(type(plan.layout))
+        }
+        content: dict[str, Any] = {
+            "layout": spelled(plan.layout),
+            "options": strategy_options(plan.layout),
+            "fields": layout,
+            "fits": plan.fits,
+            "memory": plan.memory.least,
+            "memory_error": plan.memory_error * plan.memory.least,
+            "memory_of_ranks": [dict(rank) for rank in plan.memory.ranks],
+            "capacity": plan.memory.capacity,
+        }
+        if plan.time is not None:
+            content |= {
+                "seconds": plan.time.seconds,
+                "seconds_error": plan.time_error * plan.time.seconds,
+                "terms": dict(plan.time.terms),
+                "samples_per_second": plan.time.samples_per_second,
+            }
+        return content
+
+
+def rank_name(rank: int, plan: Plan) -> str:
+    """Return how a report calls a pipeline rank of a plan."""
+    return f"pipeline rank {rank}" if plan.layout.pipeline > 1 else "each rank"
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else value
+
+
+def _count(number: float) -> str:
+    for size, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= size:
+            return f"{number / size:,.1f} {word}"
+    return f"{number:,.0f}"
+
+
+def plans_table(run: PlannedRun, most: int = 5) -> str:
+    """Return the best plans, the reasons against other families, and the Trainer of the first plan."""
+    lines = [run.title, "", *ranked_lines(run, most), ""]
+    lines += [
+        f"why not{run.compared_samples(most)}",
+        *columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected], wrapped=1),
+        "",
+    ]
+    lines += [run.trainer_arguments(run.result.best)]
+    lines += [f"note: {note}" for note in run.costs.notes]
+    return "\n".join(lines)
+
+
+def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:
+    """Return the best plans, each with its layout broken to lines of 120 characters, below a heading."""
+    _, unit = run.rate(run.result.best)
+    rows: list[tuple[str, ...]] = [("", "layout", "samples", "step", "memory", unit, "why")]
+    for number, plan in enumerate(run.result.plans[:most], start=1):
+        assert plan.time is not None
+        rate, _ = run.rate(plan)
+        step = f"{timed(plan.time.seconds)} ± {plan.time_error:.0%}"
+        memory = f"{sized(plan.memory.least)} ± {plan.memory_error:.0%}"
+        samples = f"{plan.time.samples:,}"
+        reason = why(plan, run.result.best)
+        rows.append((str(number), spelled(plan.layout), samples, step, memory, number_of(rate), reason))
+    if not run.has_several_batches(most):
+        rows = [(*row[:2], *row[3:]) for row in rows]
+    return columns(rows, wrapped=1)
+
+
+def number_of(rate: float) -> str:
+    """Return a rate with three digits or more, without an exponent."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def why(plan: Plan, best: Plan) -> str:
+    """Return in some words why a plan has its rank."""
+    assert plan.time is not None and best.time is not None
+    if plan is best:
+        seconds = sum(plan.time.terms.values())
+        shares = sorted(plan.time.terms.items(), key=lambda term: -term[1])[:2]
+        return "chosen: " + ", ".join(f"{name} {share / seconds:.0%}" for name, share in shares)
+    ratio = plan.seconds_per_sample / best.seconds_per_sample - 1
+    if ratio <= TIE:
+        return "a tie; less simple" if plan.fits_with_error else "a tie, but may not fit"
+    own, other = plan.time, best.time
+    name = largest_difference(own, other)
+    more = own.terms.get(name, 0.0) * other.samples / own.samples - other.terms.get(name, 0.0)
+    return f"{ratio:.0%} slower: {name} +{timed(more)}"
+
+
+def explained_layout(run: PlannedRun, plan: Plan) -> str:
+    """Return one layout in detail, against the chosen plan: time by term, memory by rank."""
+    best = run.result.best
+    against = f"{spelled(plan.layout)} against the chosen {spelled(best.layout)}"
+    lines = [run.title, "", *wrap(against), "", *wrap(_verdict(plan, best))]
+    if plan.time is not None:
+        assert best.time is not None
+        scale = best.time.samples / plan.time.samples
+        own = {name: scale * seconds for name, seconds in plan.time.terms.items()}
+        lines += ["", *_terms(f"time of {best.time.samples:,} samples", own, best.time.terms)]
+    for rank, terms in enumerate(plan.memory.ranks):
+        if rank in (0, len(plan.memory.ranks) - 1) or sum(terms.values()) == plan.memory.peak:
+            lines += ["", *_memory(rank, terms, plan, best)]
+    lines += ["", *(f"note: {note}" for note in run.costs.notes)]
+    return "\n".join(lines)
+
+
+def _verdict(plan: Plan, best: Plan) -> str:
+    if not plan.fits:
+        return f"does not fit: {larger_than_device(plan)}"
+    if plan.layout == best.layout:
+        return "it is the chosen plan"
+    faster = 1 - plan.seconds_per_sample / best.seconds_per_sample
+    if faster > TIE:
+        return f"a sample takes {faster:.0%} less time: what is fixed, or the objective, rules the layout out"
+    return slower_than(plan, best)
+
+
+def _terms(heading: str, own: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
+    totals = sum(own.values()), sum(other.values())
+    rows: list[tuple[str, ...]] = [(heading, "this layout", "chosen")]
+    for name in dict.fromkeys([*own, *other]):
+        values = own.get(name, 0.0), other.get(name, 0.0)
+        if any(value > _LEAST_SHARE * total for value, total in zip(values, totals, strict=True)):
+            rows.append((f"  {name}", *map(timed, values)))
+    return columns([*rows, ("  in all", *map(timed, totals))])
+
+
+def _memory(rank: int, own: Mapping[str, float], plan: Plan, best: Plan) -> list[str]:
+    ranks = best.memory.ranks
+    peak = max(range(len(ranks)), key=lambda other: sum(ranks[other].values()))
+    largest = ranks[peak]
+    totals = sum(own.values()), sum(largest.values())
+    heading = f"memory of {rank_name(rank, plan)}"
+    rows: list[tuple[str, ...]] = [(heading, "this layout", "chosen, at its peak")]
+    for name in dict.fromkeys([*own, *largest]):
+        values = own.get(name, 0.0), largest.get(name, 0.0)
+        if any(value > _LEAST_SHARE * total for value, total in zip(values, totals, strict=True)):
+            rows.append((f"  {name}", *map(sized, values)))
+    rows.append(("  in all", *map(sized, totals)))
+    needed = totals[0] - plan.memory.spare(rank), totals[1] - best.memory.spare(peak)
+    rows.append(("  needed, without what the allocator gives back", *map(sized, needed)))
+    return columns([*rows, ("  of a device", sized(best.memory.capacity), "")])

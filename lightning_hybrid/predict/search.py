@@ -1,0 +1,295 @@
+"""The search: layouts of a model on a cluster, predicted, ranked, with one reason against each family of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.predict.candidates import Candidates, divisors
+from lightning_hybrid.predict.costs.layers import ModelCosts
+from lightning_hybrid.predict.families import rejected_families
+from lightning_hybrid.predict.hardware import Hardware
+from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
+from lightning_hybrid.predict.memory import predict_memory
+from lightning_hybrid.predict.options import spelled, spelled_fields
+from lightning_hybrid.predict.plans import (
+    OBJECTIVES,
+    Allowed,
+    Objective,
+    Plan,
+    SearchResult,
+    simplest_of_tied,
+)
+from lightning_hybrid.predict.time import predict_time
+from lightning_hybrid.text import sized
+
+_STARTS = 16  # meshes from which options are improved one by one
+_LARGEST_CLUSTER = 64  # multiple of the given devices up to which an error looks for a fit
+
+
+def search_layouts(
+    costs: ModelCosts,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    devices: int,
+    num_nodes: int = 1,
+    *,
+    batch: int,
+    is_replica_batch: bool = False,
+    objective: Objective = "throughput",
+    max_memory: float | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    allowed: Allowed | None = None,
+) -> SearchResult:
+    """Search for the best layout.
+
+    Step times within 3 % of each other are a tie, in which the simplest layout wins that fits with its error bar, if
+    there is one.
+
+    Args:
+        costs: Of the model.
+        number_format: Of parameters, gradients and states.
+        hardware: Of the cluster; ``devices`` are those of a node, if there are several nodes.
+        devices: Devices of each node.
+        num_nodes: Number of nodes.
+        batch: Samples of an optimizer step over all replicas.
+        is_replica_batch: ``batch`` is that of each replica instead.
+        objective: "throughput" is the most samples per second, "fewest_devices" the fewest that hold the model,
+            "largest_batch" the most samples that are computed at a time.
+        max_memory: Bytes of a device that may be used, at most; all if None.
+        fixed: Fields of `PlanLayout` that are not chosen; "data" is the number of replicas, and "num_microbatches"
+            that of microbatches, which is 1 for BatchNorm, and for a step without stages, unless it is set.
+        allowed: What the model permits; everything if None.
+
+    Raises:
+        PlanError: There is no such cluster, or no layout fits it.
+        ValueError: An unknown objective.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
+    check_cluster(hardware, devices, num_nodes, batch)
+    hardware = cluster_of(hardware, devices, num_nodes, max_memory)
+    worlds = [devices * num_nodes]
+    if objective == "fewest_devices":
+        worlds = divisors(devices) + [devices * nodes for nodes in divisors(num_nodes)[1:]]
+    is_one_batch = costs.has_batch_norm or bool(costs.why_no_stages)
+    fixed = {**({"num_microbatches": 1} if is_one_batch else {}), **(fixed or {})}
+    allowed = allowed or Allowed()
+    has_stages, offload = allowed.pipeline and not costs.why_no_stages, allowed.offload and not hardware.is_host
+    options = fixed, dataclasses.replace(allowed, pipeline=has_stages, offload=offload)
+    searches = [
+        _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
+        for ranks in worlds
+    ]
+    for search in searches:
+        if found := search.run():
+            return found
+    raise searches[-1].nothing_fits()
+
+
+def cluster_of(hardware: Hardware, devices: int, num_nodes: int = 1, max_memory: float | None = None) -> Hardware:
+    """Return the hardware with the devices of a node, and the memory, that a run uses."""
+    if num_nodes > 1:
+        hardware = dataclasses.replace(hardware, devices_per_node=min(devices, hardware.devices_per_node))
+    if max_memory is not None:
+        hardware = dataclasses.replace(hardware, memory=min(hardware.memory, max_memory))
+    return hardware
+
+
+def predict_plan(costs: ModelCosts, layout: PlanLayout, number_format: NumberFormat, hardware: Hardware) -> Plan:
+    """Predict the memory of a layout and, if it fits, its step time, with the correction of the costs."""
+    correction = costs.correction
+    plan = Plan(layout, predict_memory(costs, layout, number_format, hardware))
+    if correction is not None:
+        memory, error = correction.bytes(plan.memory, layout), correction.memory_error(layout)
+        plan = dataclasses.replace(plan, memory=memory, memory_error=error)
+    if not plan.fits:
+        return plan
+    time = predict_time(costs, layout, number_format, hardware)
+    if correction is None:
+        return dataclasses.replace(plan, time=time)
+    time = correction.time(time, layout)
+    return dataclasses.replace(plan, time=time, time_error=correction.time_error(layout, time))
+
+
+def check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int = 1) -> None:
+    """Refuse a cluster that there cannot be.
+
+    Raises:
+        PlanError: A number is no whole number of 1 or more, or the devices are more than a node has and no whole nodes.
+    """
+    for name, number in (("devices", devices), ("num_nodes", num_nodes), ("batch", batch)):
+        if not isinstance(number, int) or number < 1:
+            raise PlanError(f"{name}={number!r}: a plan needs a whole number of 1 or more", entry="plan-cluster")
+    node = hardware.devices_per_node
+    if devices > node and devices % node:
+        raise PlanError(
+            f"devices={devices}: a node of {hardware.name} has {node} devices; set devices to {node} at most and"
+            f" num_nodes to the number of nodes, or give a hardware file with devices_per_node = {devices}",
+            entry="plan-cluster",
+        )
+
+
+class _Search:
+    """One search on a fixed number of ranks; predictions are made once for each layout."""
+
+    def __init__(self, candidates: Candidates, number_format: NumberFormat, objective: Objective) -> None:
+        self.candidates, self.number_format = candidates, number_format
+        self.objective: Objective = objective
+        self.plans: dict[PlanLayout, Plan] = {}
+        self._meshes = [self._with_objective(mesh) for mesh in candidates.meshes()]
+
+    def plan(self, layout: PlanLayout) -> Plan:
+        """Return a layout's predictions; the time only if it fits."""
+        found = self.plans.get(layout)
+        if found is None:
+            found = predict_plan(self.candidates.costs, layout, self.number_format, self.candidates.hardware)
+            self.plans[layout] = found
+        return found
+
+    def run(self) -> SearchResult | None:
+        """Search; None if nothing fits."""
+        starts = [start for mesh in self._meshes if (start := self._first_that_fits(mesh)) is not None]
+        starts.sort(key=self._score)
+        for start in starts[:_STARTS]:
+            self._improve(start)
+        best = self._best()
+        while best is not None:
+            rejected = tuple(rejected_families(best, self.candidates, self.plan, self.plans.values()))
+            chosen, best = best, self._best()
+            if best is chosen:  # it may predict a better one
+                return SearchResult(tuple(self._ranked(best)), rejected, len(self.plans))
+        return None
+
+    def _best(self) -> Plan | None:
+        """Return the best of the plans so far, or the simplest one that is tied with it."""
+        fitting = [plan for plan in self.plans.values() if plan.fits]
+        return self._simplest(min(fitting, key=self._score)) if fitting else None
+
+    def _score(self, plan: Plan) -> tuple[float, ...]:
+        seconds = plan.seconds_per_sample
+        if self.objective == "largest_batch":
+            return not plan.fits_with_error, -plan.layout.microbatch * plan.layout.data, seconds
+        return (seconds,)
+
+    def _with_objective(self, layout: PlanLayout) -> PlanLayout:
+        """For the largest batch, a step is as many microbatches as its pipeline ranks keep busy."""
+        if self.objective != "largest_batch":
+            return layout
+        count = 2 * layout.pipeline if layout.pipeline > 1 else 1
+        return dataclasses.replace(layout, microbatch=1, batch=layout.data * count)
+
+    def _first_that_fits(self, frugal: PlanLayout) -> Plan | None:
+        """Return the plan of a mesh with the least recomputation, then the lowest stage of ZeRO, that fits."""
+        candidates = self.candidates
+        if not self.plan(frugal).memory.fits:
+            if not candidates.allowed.offload or "offload" in candidates.fixed:
+                return None
+            return self._with_offload(frugal)
+        stages = sorted(candidates.allowed.zero_stages) if frugal.data > 1 else [0]
+        if "zero_stage" in candidates.fixed:
+            stages = [candidates.fixed["zero_stage"]]
+        kinds = candidates.recomputations()
+        for recompute in [candidates.fixed["recompute"]] if "recompute" in candidates.fixed else kinds:
+            for stage in stages:
+                changes = {**candidates.zero_changes(frugal, stage), "recompute": recompute}
+                plan = self.plan(dataclasses.replace(frugal, **changes))
+                if plan.fits:
+                    return plan
+        return self.plan(frugal)
+
+    def _with_offload(self, frugal: PlanLayout) -> Plan | None:
+        for layout in self.candidates.neighbours(frugal):
+            if layout.offload and (plan := self.plan(layout)).fits:
+                return plan
+        return None
+
+    def _neighbours(self, layout: PlanLayout) -> Iterable[PlanLayout]:
+        yield from self.candidates.neighbours(layout)
+        if self.objective == "largest_batch" and "microbatch" not in self.candidates.fixed:
+            count, more = layout.num_microbatches, layout.microbatch
+            while more:  # smaller and smaller, so that the largest one is found in a logarithmic number of predictions
+                microbatch = layout.microbatch + more
+                batch = layout.data * count * microbatch
+                yield dataclasses.replace(layout, microbatch=microbatch, batch=batch)
+                more //= 4
+
+    def _improve(self, plan: Plan) -> Plan:
+        """Change one option at a time for the better, until none is."""
+        while True:
+            better = min(map(self.plan, self._neighbours(plan.layout)), key=self._score, default=plan)
+            if not better.fits or self._score(better) >= self._score(plan):
+                return plan
+            plan = better
+
+    def _simplest(self, best: Plan) -> Plan:
+        """Return the simplest plan within the tie of the best; its neighbours are tried too."""
+        while True:
+            for layout in self._neighbours(best.layout):
+                self.plan(layout)
+            fitting = [plan for plan in self.plans.values() if plan.fits]
+            simplest = simplest_of_tied(fitting, self._score)
+            if simplest is best:
+                return best
+            best = simplest
+
+    def _ranked(self, best: Plan) -> list[Plan]:
+        """Return the chosen plan, then the best of each other mesh, or the simplest that is tied with it."""
+        meshes: dict[tuple[int, ...], list[Plan]] = {}
+        for plan in self.plans.values():
+            if plan.fits and _mesh(plan.layout) != _mesh(best.layout):
+                meshes.setdefault(_mesh(plan.layout), []).append(plan)
+        chosen = self._score(best)[-1]
+        others = [simplest_of_tied(plans, self._score, chosen) for plans in meshes.values()]
+        return [best, *sorted(others, key=self._score)]
+
+    def nothing_fits(self) -> PlanError:
+        """Return the error that names the nearest layout, and what is missing."""
+        candidates, costs = self.candidates, self.candidates.costs
+        if not self.plans:
+            names = [name for name in ("pipeline", "data", "tensor", "context") if candidates.fixed.get(name, 1) > 1]
+            product = math.prod(candidates.fixed[name] for name in names)
+            if candidates.ranks % product:
+                sizes = spelled_fields({name: candidates.fixed[name] for name in names}).replace(", ", " * ")
+                return PlanError(
+                    f"no layout of {costs.name} fits {candidates.ranks} devices: {sizes} as set"
+                    f" does not divide {candidates.ranks}; set other sizes, or a number of devices that is a multiple"
+                    f" of {product}",
+                    entry="plan-nothing-fits",
+                )
+            batch = f"{candidates.batch} samples" + (" per replica" if candidates.is_replica_batch else "")
+            return PlanError(
+                f"no layout of {costs.name} fits {candidates.ranks} devices: a batch of {batch}, {costs.num_layers}"
+                f" layers and {costs.heads or 'an unknown number of'} heads cannot be divided over them"
+                f"{_fixed_words(candidates.fixed)}; set the batch or the devices so that one divides the other",
+                entry="plan-nothing-fits",
+            )
+        nearest = min(self.plans.values(), key=lambda plan: plan.memory.least)
+        memory = nearest.memory
+        return PlanError(
+            f"no layout of {costs.name} fits {candidates.ranks} devices of {sized(memory.capacity)}: the nearest,"
+            f" {spelled(nearest.layout)}, needs {sized(memory.least)} ({nearest.largest_terms}), which is"
+            f" {sized(memory.least - memory.capacity)} too much{_fixed_words(candidates.fixed)}; {self._advice()}",
+            entry="plan-nothing-fits",
+        )
+
+    def _advice(self) -> str:
+        factor = 2
+        while factor <= _LARGEST_CLUSTER:
+            ranks = self.candidates.ranks * factor
+            more = dataclasses.replace(self.candidates, ranks=ranks)
+            if any(_Search(more, self.number_format, self.objective).plan(mesh).fits for mesh in more.meshes()):
+                return f"use {ranks} devices, on which it fits, or devices with more memory"
+            factor *= 2
+        return "use a smaller microbatch, shorter samples, or devices with more memory"
+
+
+def _fixed_words(fixed: Mapping[str, Any]) -> str:
+    return f" (with {spelled_fields(fixed)} as set)" if fixed else ""
+
+
+def _mesh(layout: PlanLayout) -> tuple[int, ...]:
+    return layout.pipeline, layout.data, layout.tensor, layout.context, layout.expert

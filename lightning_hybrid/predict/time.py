@@ -1,0 +1,246 @@
+"""`predict_time`: seconds of one optimizer step of a model under a layout on a cluster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from lightning_hybrid.predict.bubble import StageSeconds, bubble_seconds
+from lightning_hybrid.predict.costs.cut import stages_by_rank
+from lightning_hybrid.predict.costs.layers import (
+    LayerCosts,
+    ModelCosts,
+    Parameters,
+    layout_of_layer,
+    parameters_of_rank,
+)
+from lightning_hybrid.predict.hardware import Hardware
+from lightning_hybrid.predict.layer_time import CONSTANTS, EfficiencyConstants, layer_seconds
+from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
+from lightning_hybrid.predict.links import (
+    RankGroup,
+    Shares,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    gather_seconds,
+    group_of_axis,
+    group_of_two_axes,
+    message_seconds,
+)
+from lightning_hybrid.predict.plans import PredictedTime
+
+LayersOfRank = Sequence[tuple[LayerCosts, int]]
+
+
+def predict_time(
+    costs: ModelCosts,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    constants: EfficiencyConstants = CONSTANTS,
+) -> PredictedTime:
+    """Predict the seconds of one optimizer step, and what they are made of.
+
+    Args:
+        costs: Of the model, per sample.
+        layout: The layout; its ``batch`` is that of the step over all replicas.
+        number_format: Bytes of parameters, activations and states.
+        hardware: The cluster's.
+        constants: The model's constants.
+    """
+    return _StepModel(costs, layout, number_format, hardware, constants).predict()
+
+
+class _StepModel:
+    """One prediction; the fields are its arguments."""
+
+    def __init__(
+        self,
+        costs: ModelCosts,
+        layout: PlanLayout,
+        number_format: NumberFormat,
+        hardware: Hardware,
+        constants: EfficiencyConstants,
+    ) -> None:
+        self.terms_of_layers: dict[int, dict[str, float]] = {}
+        self.costs, self.layout, self.format = costs, layout, number_format
+        self.hardware, self.constants = hardware, constants
+        tensor, context = layout.tensor, layout.context
+        self.tensor_group = self.group(tensor, 1)
+        self.context_group = self.group(context, tensor)
+        self.shard_group = self.group(layout.shard, tensor * context)
+        self.expert_group = self.group(layout.expert, tensor)
+        self.parts_of_layers: dict[int, tuple[float, float]] = {}  # forwards, and gradients of weights
+        self.shares = Shares(constants.within_share, constants.between_share)
+        self.waited = Shares(constants.within_share, constants.within_share * constants.between_share)
+        self.stage_stride = tensor * context * layout.data
+        self.backward_share = (costs.parameters - costs.frozen_parameters) / max(costs.parameters, 1)
+
+    def predict(self) -> PredictedTime:
+        layout = self.layout
+        each = layout.stages_of_each_rank
+        stages_of_ranks = stages_by_rank(self.costs, layout)
+        ranks = [list(itertools.chain(*stages.values())) for stages in stages_of_ranks]
+        of_ranks = [self.microbatch_terms(layers) for layers in ranks]
+        busy = [sum(terms.values()) for terms in of_ranks]
+        slowest = max(range(layout.pipeline), key=busy.__getitem__)
+        count = layout.num_microbatches
+        terms = {name: count * seconds for name, seconds in of_ranks[slowest].items()}
+        message, all_messages = self.messages()
+        stages = [{number: self.stage_seconds(stage) for number, stage in held.items()} for held in stages_of_ranks]
+        terms["bubble"] = bubble_seconds(layout.schedule, count, stages)
+        late = max(0.0, message - busy[slowest] / (2 * each))
+        terms["pipeline messages"] = 2 * (all_messages + count * each * late)
+        computed = count * busy[slowest]
+        last = max(ranks, key=lambda layers: parameters_of_rank(layers, self.layout).total)
+        terms.update(self.replica_terms(last, computed))
+        terms.update(self.optimizer_terms(last))
+        samples = layout.batch
+        flops = (2.0 + self.backward_share) * self.costs.flops * samples / layout.ranks
+        return PredictedTime(sum(terms.values()), terms, samples, flops)
+
+    def microbatch_terms(self, layers: LayersOfRank) -> dict[str, float]:
+        """Seconds of one microbatch's forward and backward through the layers of one rank, by term."""
+        total: dict[str, float] = {}
+        for layer, count in layers:
+            for name, seconds in self.layer_terms(layer).items():
+                total[name] = total.get(name, 0.0) + count * seconds
+        return total
+
+    def layer_terms(self, layer: LayerCosts) -> dict[str, float]:
+        """The same of one layer; computed once for equal layers."""
+        known = self.terms_of_layers.get(id(layer))
+        if known is not None:
+            return known
+        layout = self.layout
+        seconds = layer_seconds(layer, layout, self.format, self.hardware, self.constants)
+        backward = seconds.backward * (1.0 + self.backward_share) / 2.0
+        terms = {
+            "computation": seconds.forward + backward - seconds.kernel_starts,
+            "recomputation": seconds.recomputed,
+            "kernel starts": seconds.kernel_starts,
+        }
+        passes = 3 if layout.recompute == "full" and layer.is_recomputed else 2
+        size = layer.outputs * layout.microbatch * self.format.activation / layout_of_layer(layer, layout).context
+        if layer.reductions and layout.tensor > 1:
+            one = all_reduce_seconds(size, self.tensor_group, self.hardware, self.waited)
+            # Overlapped, a collective goes in as many chunks as ranks, and the products hide all but one of these.
+            seen = 1.0 / layout.tensor if layout.overlapped_tensor_ranks else 1.0
+            skipped = sum(each.sharded == "inner" and not each.is_recomputed for each in layer.products)
+            terms["tensor ranks"] = (passes * layer.reductions - (passes - 2) * skipped) * one * seen
+        if layout.context > 1 and any(product.is_attention for product in layer.products):
+            terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
+        if layout.expert > 1 and layer.routed_tokens:
+            routed = size * layer.routed_tokens / max(self.costs.positions, 1)
+            one = all_to_all_seconds(routed, self.expert_group, self.hardware, self.waited)
+            terms["expert ranks"] = 2 * passes * one
+        exchanged = sum(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks", "expert ranks"))
+        self.parts_of_layers[id(layer)] = seconds.forward + exchanged / passes, seconds.weights * self.backward_share
+        self.terms_of_layers[id(layer)] = terms
+        return terms
+
+    def context_seconds(self, layer: LayerCosts, computed: float) -> float:
+        """Seconds by which keys and values, and their gradients, exceed the computation that hides them."""
+        heads = self.costs.key_value_heads or 1
+        share = heads / (self.costs.heads or heads)
+        size = 2 * share * layer.outputs * self.layout.microbatch * self.format.activation / self.layout.tensor
+        one = gather_seconds(size, self.context_group, self.hardware, self.waited)
+        return max(0.0, 3.0 * one - computed * self.hardware.overlap)
+
+    def group(self, size: int, stride: int) -> RankGroup:
+        """The groups of an axis, by its size and the ranks between neighbours."""
+        return group_of_axis(size, stride, self.hardware.devices_per_node, self.layout.ranks)
+
+    def messages(self) -> tuple[float, float]:
+        """Seconds of the slowest message from a stage to the next one, and of all of them, one after the other."""
+        layout = self.layout
+        if layout.pipeline == 1:
+            return 0.0, 0.0
+        size = max(layer.outputs for layer in self.costs.layers) * layout.microbatch * self.format.activation
+        size /= layout.tensor * layout.context
+        between = self.group(layout.pipeline, self.stage_stride).nodes - 1
+        senders = min(self.stage_stride, self.hardware.devices_per_node)
+        inside, outside = (message_seconds(size, crosses, senders, self.hardware) for crosses in (False, True))
+        return outside if between else inside, between * outside + (layout.pipeline - 1 - between) * inside
+
+    def stage_seconds(self, layers: LayersOfRank) -> StageSeconds:
+        """Seconds of one microbatch on a stage of these layers, by the parts that a schedule orders."""
+        total = sum(self.microbatch_terms(layers).values())
+        forward, weights = (
+            sum(count * self.parts_of_layers[id(layer)][part] for layer, count in layers) for part in (0, 1)
+        )
+        return StageSeconds(forward, max(0.0, total - forward - weights), weights)
+
+    def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
+        """Seconds of gathers and reductions over replicas and context ranks that computation does not hide."""
+        layout, hardware = self.layout, self.hardware
+        if layout.data * layout.context == 1:
+            return {"replicas": 0.0}
+        if layout.shard > 1 and (layout.zero_stage == 3 or layout.reduces_each_microbatch):
+            beside = computed if layout.zero_stage == 3 else computed * (2 / 3)
+            return {"replicas": max(0.0, self.sharded_seconds(layers) - hardware.overlap * beside)}
+        one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.data * layout.context, 1)
+        hidden = hardware.overlap * computed / layout.num_microbatches * (2 / 3)
+        return {"replicas": max(0.0, one - hidden) if layout.pipeline == 1 else one}
+
+    def sharded_seconds(self, layers: LayersOfRank) -> float:
+        """Seconds of gathers and reductions over shards, layer by layer, and of reductions over what is no shard.
+
+        ZeRO-3 gathers for each forward and backward, or once; ZeRO-2 once, after the optimizer's step.
+        """
+        layout, constants, hardware = self.layout, self.constants, self.hardware
+        groups = [self.shard_group]
+        if layout.expert > 1:
+            stride = layout.tensor * max(layout.expert, layout.context)
+            groups.append(self.group(layout.expert_shards, stride))
+        rest = 1.0 - constants.gather_share
+        passes = layout.num_microbatches if layout.reshard_after_forward else 1
+        gathers = 2 * passes if layout.reshard_after_forward and layout.zero_stage == 3 else 1
+        seconds = 0.0
+        for layer, count in layers:
+            own = parameters_of_rank([(layer, 1)], layout)
+            for size, group in zip((own.total,) if layout.expert == 1 else own, groups, strict=True):
+                between = constants.gather_share + rest / (1.0 + group.nodes / constants.gather_nodes)
+                shares = Shares(constants.within_share, between)
+                gather = gather_seconds(size * self.format.gathered, group, hardware, shares)
+                reduce = gather_seconds(size * self.format.reduced * self.backward_share, group, hardware, shares)
+                seconds += count * (gathers * gather + passes * reduce)
+        copies = layout.replicate * layout.context
+        shard = parameters_of_rank(layers, layout).over_shards(layout)
+        return seconds + self.reduction_seconds(shard, copies, layout.shard)
+
+    def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
+        """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
+        layout, per_node = self.layout, self.hardware.devices_per_node
+        group = self.group(copies, layout.tensor)
+        if shard > 1:  # the shards lie between context ranks and replicas of them
+            inner, stride = self.group(layout.context, layout.tensor), layout.tensor * layout.context * shard
+            group = group_of_two_axes(inner, self.group(layout.replicate, stride), per_node)
+        sizes = [(own.total, group)]
+        if layout.expert > 1:
+            holders = max(1, copies * shard // (layout.expert * layout.expert_shards if shard > 1 else layout.expert))
+            experts = self.group(holders, layout.tensor * max(layout.expert, shard))
+            sizes = [(own.dense, group), (own.experts, experts)]
+        element = self.format.reduced * self.backward_share
+        return sum(all_reduce_seconds(size * element, each, self.hardware, self.shares) for size, each in sizes)
+
+    def optimizer_terms(self, layers: LayersOfRank) -> dict[str, float]:
+        """Seconds of the optimizer's step, which reads and writes all states, or runs on the host."""
+        own = parameters_of_rank(layers, self.layout)
+        parameters = own.over_shards(self.layout).total if self.layout.zero_stage else own.total
+        parameters *= self.backward_share
+        form = self.format
+        if "optimizer_states" in self.layout.offload:
+            copied = parameters * (form.gradient + form.parameter) / self.hardware.host_bandwidth
+            updated = max(copied, parameters / self.hardware.host_update_rate)
+            return {"host": updated + self.seconds_of_parameter_copies(own)}
+        moved = parameters * (2 * form.state + 2 * form.parameter + form.gradient)
+        return {"optimizer": moved / (self.hardware.memory_bandwidth * self.constants.memory_share)}
+
+    def seconds_of_parameter_copies(self, own: Parameters) -> float:
+        """Seconds in which shards of parameters on the host are copied to the device, for each forward and backward."""
+        layout = self.layout
+        if "parameters" not in layout.offload:
+            return 0.0
+        passes = 2 * layout.num_microbatches if layout.reshard_after_forward else 1
+        return passes * own.over_shards(layout).total * self.format.gathered / self.hardware.host_bandwidth

@@ -1,0 +1,163 @@
+"""Optimizers that are not torch's: their steps read full parameters and gradients.
+
+A step that updates one parameter at a time is right on each rank's shard. One that takes a norm over all of them, or a
+step count from the first one, is not; which of the two a class of the user's is, only its run can show. So it runs as
+hooks of the user do: absent tensors of other ranks are tracked, and sent where their content is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.optimizers.replacement import replace_step
+from lightning_hybrid.optimizers.trial import combines_parameters
+from lightning_hybrid.params.guards import ReadGuards
+from lightning_hybrid.patching import replace, replaced
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.strategies.user_code.reads import HookReads
+
+
+def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], bool]) -> Callable[[], None]:
+    """Wrap an optimizer's steps in reads, but not the closure, in which the training step runs; return the undo."""
+    where = f"{type(optimizer).__name__}.step"
+    original = optimizer.step
+    known = frozenset(getattr(optimizer, "_optimizer_step_post_hooks", ()))
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not is_sharded():
+            return original(*args, **kwargs)
+        with _later_hooks_outside(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
+
+            def unwatched(closure: Any) -> Any:
+                if not callable(closure):
+                    return closure
+
+                def run() -> Any:
+                    watching.close()
+                    result = closure()
+                    watching.enter_context(reads.hook(where))
+                    return result
+
+                return run
+
+            args = tuple(unwatched(arg) for arg in args)
+            kwargs = {name: unwatched(arg) for name, arg in kwargs.items()}
+            watching.enter_context(reads.hook(where))
+            return original(*args, **kwargs)
+
+    adopt_states(optimizer, reads)
+    return replace_step(optimizer, step, reason="reads full parameters")
+
+
+def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Let an optimizer that decides by its closure's losses see their ``average`` over replicas; return the undo.
+
+    ``average`` takes and returns a scalar tensor.
+    """
+    original = optimizer.step
+
+    def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
+        def averaged() -> Any:
+            loss = closure()
+            return average(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+        return original(averaged)
+
+    return replace_step(optimizer, step, reason="searches by the mean loss")
+
+
+def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
+    """Let an optimizer that the user's step calls see shards, where the step sees full tensors; return the undo."""
+    original, zero_grad = optimizer.step, optimizer.zero_grad
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(guards.as_user_code(arg) if callable(arg) else arg for arg in args)
+        kwargs = {name: guards.as_user_code(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+        with guards.off():
+            return original(*args, **kwargs)
+
+    def clear(*args: Any, **kwargs: Any) -> None:
+        with guards.off():
+            zero_grad(*args, **kwargs)
+
+    why = "works on shards"
+    undo, undo_clear = replace_step(optimizer, step, reason=why), replace(optimizer, "zero_grad", clear, reason=why)
+
+    def undo_both() -> None:
+        undo()
+        undo_clear()
+
+    return undo_both
+
+
+def keeps_lists_per_parameter(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, or one inside of it, keeps tensors of each parameter outside of its state."""
+    if not combines_parameters(optimizer):
+        return False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value is not optimizer:
+            return True
+        lists = value if isinstance(value, list) and all(isinstance(inner, list) for inner in value) else [value]
+        copies = [copy for inner in lists if isinstance(inner, list) for copy in inner]
+        if copies and len(copies) == len(parameters) and all(map(_has_same_shape, copies, parameters)):
+            return True
+    return False
+
+
+def adopt_states(optimizer: Optimizer, reads: HookReads, outer: tuple[Optimizer, ...] = ()) -> None:
+    """Make full the tensors that an optimizer, or one inside of it, made of each parameter when it was built; track it.
+
+    These are its state, and lists of tensors shaped as its parameters, in their order, as slow weights are. ``outer``
+    are the optimizers that it is inside of.
+    """
+    reads.track_state(optimizer.state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for value in list(vars(optimizer).values()):
+        if isinstance(value, Optimizer) and not any(value is known for known in (*outer, optimizer)):
+            adopt_states(value, reads, (*outer, optimizer))
+        elif isinstance(value, list):
+            _adopt_copies(value, parameters, reads)
+
+
+def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: HookReads) -> None:
+    lists = value if all(isinstance(inner, list) for inner in value) else [value]
+    copies = [copy for inner in lists for copy in inner]
+    if len(copies) != len(parameters) or not all(map(_has_same_shape, copies, parameters)):
+        return
+    if {id(copy) for copy in copies} & {id(parameter) for parameter in parameters}:
+        return  # they are no copies
+    state = {parameter: {"copy": copy} for parameter, copy in zip(parameters, copies, strict=True)}
+    reads.track_state(state)
+    adopted = iter(state.values())
+    for inner in lists:
+        inner[:] = [next(adopted)["copy"] for _ in inner]
+
+
+def _has_same_shape(value: Any, parameter: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return isinstance(value, Tensor) and tuple(value.shape) == tuple(full_shape(parameter))
+
+
+@contextlib.contextmanager
+def _later_hooks_outside(
+    optimizer: Optimizer, known: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Run post hooks added after the optimizer was built (those of callbacks) outside of the reads."""
+    hooks = optimizer.__dict__.get("_optimizer_step_post_hooks")
+    if not hooks or known.issuperset(hooks):
+        yield
+        return
+    later = [hook for key, hook in hooks.items() if key not in known]
+    first = OrderedDict((key, hook) for key, hook in hooks.items() if key in known)
+    with replaced(optimizer, "_optimizer_step_post_hooks", first, reason="later hooks run after the step"):
+        yield
+    for hook in later:
+        hook(optimizer, args, kwargs)

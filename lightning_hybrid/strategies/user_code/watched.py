@@ -1,0 +1,196 @@
+"""Hooks of the user's module and callbacks, wrapped so that they read full parameters and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loops.optimization.automatic import Closure
+from torch import nn
+
+from lightning_hybrid.patching import replaced, wraps
+from lightning_hybrid.strategies.user_code.checkpoint_hooks import CheckpointHooks
+from lightning_hybrid.strategies.user_code.hooks import is_of_user
+from lightning_hybrid.strategies.user_code.reads import HookReads
+
+_AROUND_STEP = "optimizer_step"
+_INSIDE_HOOK = "Lightning's own code, called by a hook"
+_ROUNDS = ("train", "validation", "test", "predict")
+# Hooks that run while the module may be sharded, on every rank; in the last one the training step runs.
+_HOOKS = (
+    "on_fit_start",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "configure_gradient_clipping",
+    "backward",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+    *(f"on_{round}_model_{mode}" for round in _ROUNDS[1:] for mode in ("eval", "train", "zero_grad")),
+    *(f"on_{round}_{when}_{end}" for round in _ROUNDS for when in ("epoch", "batch") for end in ("start", "end")),
+    *(f"on_{round}_start" for round in _ROUNDS),
+    *(f"on_{round}_end" for round in _ROUNDS[1:]),
+    _AROUND_STEP,
+)
+
+
+def wrap_user_hooks(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    reads: HookReads,
+    *,
+    latest: Callable[[], HookReads],
+    is_sharded: Callable[[], bool],
+    complete: Callable[[], bool],
+    passes: Callable[[], None],
+    copies: Callable[[], Sequence[nn.Module]],
+) -> Callable[[], None]:
+    """Wrap every hook that the user wrote, on these instances alone, in reads of full parameters; return the undo.
+
+    Args:
+        trainer: Its callbacks are wrapped too.
+        module: The user's.
+        reads: Of this run.
+        latest: Returns those of the present layout, which a hook may change by the step that it runs.
+        is_sharded: Whether the module is sharded now.
+        complete: Whether gradients of shared parameters are summed over their ranks now.
+        passes: Called when this rank has done with a hook, before it waits for the others.
+        copies: Averages of the module that callbacks keep.
+    """
+    undo = contextlib.ExitStack()
+    watch = _HookWatch(trainer, latest, is_sharded, complete, passes)
+    for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+        for name in _HOOKS:
+            original = getattr(user, name, None)
+            calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
+            if original is None or not (is_of_user(original) or calls_user):
+                continue
+            undo.enter_context(replaced(user, name, watch.watched(user, name, original), reason="hooks read in full"))
+    for owner, name, function in CheckpointHooks(trainer, reads, is_sharded, watch.watched, copies).members():
+        undo.enter_context(replaced(owner, name, function, reason="hooks save full values"))
+    return undo.close
+
+
+@dataclasses.dataclass(frozen=True)
+class _HookWatch:
+    """Wraps hooks of the user in reads; the attributes are arguments of ``wrap_user_hooks``."""
+
+    trainer: pl.Trainer
+    latest: Callable[[], HookReads]
+    is_sharded: Callable[[], bool]
+    complete: Callable[[], bool]
+    passes: Callable[[], None]
+
+    def watched(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a hook in reads around its own lines, but not around the optimizer steps that it runs."""
+        before = f"{type(user).__name__}.{name}"
+        after = f"{before} after a step"
+        # What is cleared next are the gradients of the optimizer step before, which are complete.
+        is_complete = name in ("on_before_zero_grad", "optimizer_zero_grad")
+
+        @functools.wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_sharded():
+                return original(*args, **kwargs)
+            with contextlib.ExitStack() as around, contextlib.ExitStack() as watching:
+                is_watched = False
+
+                def watch(where: str) -> None:
+                    nonlocal is_watched
+                    reads = self.latest()
+                    watching.enter_context(reads.hook(where, is_complete=is_complete or self.complete()))
+                    watching.enter_context(_without_reads_in_lightning(self.trainer, reads))
+                    is_watched = True
+
+                def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+                    @wraps(function)
+                    def call(*args: Any, **kwargs: Any) -> Any:
+                        nonlocal is_watched
+                        if not is_watched:  # inside another one
+                            return function(*args, **kwargs)
+                        self.passes()
+                        is_watched = False
+                        watching.close()
+                        result = function(*args, **kwargs)
+                        watch(after)
+                        return result
+
+                    return call
+
+                owners = [
+                    (self.trainer.strategy, _AROUND_STEP),
+                    *((optimizer, "step") for optimizer in self.trainer.optimizers),
+                ]
+                for owner, step in owners:
+                    around.enter_context(replaced(owner, step, unwatched(getattr(owner, step)), reason=_INSIDE_HOOK))
+                if name == _AROUND_STEP:  # its closure, in which the training step runs, may be called by hand
+                    args = tuple(_like(arg, unwatched(arg)) if callable(arg) else arg for arg in args)
+                    kwargs = {k: _like(arg, unwatched(arg)) if callable(arg) else arg for k, arg in kwargs.items()}
+                watch(before)
+                result = original(*args, **kwargs)
+                self.passes()
+                return result
+
+        return hook
+
+
+class _CalledClosure(Closure):
+    """Lightning's closure of a training step, as hooks receive it, with another call."""
+
+    def __init__(self, closure: Closure, call: Callable[..., Any]) -> None:
+        self.__dict__.update(vars(closure))
+        self._closure, self._call = closure, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def closure(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Closure.closure`; the result is the original's."""
+        return self._closure.closure(*args, **kwargs)
+
+    def consume_result(self) -> Any:
+        """As `Closure.consume_result`; the result is the original's."""
+        return self._closure.consume_result()
+
+
+def _like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    return _CalledClosure(original, call) if isinstance(original, Closure) else call
+
+
+@contextlib.contextmanager
+def _without_reads_in_lightning(trainer: pl.Trainer, reads: HookReads) -> Iterator[None]:
+    """Let logs of a hook have contents, and run Lightning's own global methods without reads."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    with contextlib.ExitStack() as stack:
+
+        def unwatched(owner: Any, name: str, known: Callable[[Any], Any] = lambda value: value) -> None:
+            original = getattr(owner, name)
+
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = known((args, kwargs))
+                with torch._C.DisableTorchFunction():
+                    return original(*args, **kwargs)
+
+            stack.enter_context(replaced(owner, name, call, reason=_INSIDE_HOOK))
+
+        unwatched(module, "log", reads.known)
+        unwatched(module, "log_dict", reads.known)
+        for logger in trainer.loggers:
+            unwatched(logger, "log_metrics", reads.known)
+        unwatched(trainer, "save_checkpoint")
+        unwatched(trainer.precision_plugin, "clip_gradients")
+        for optimizer in trainer.optimizers:
+            unwatched(optimizer, "zero_grad")
+        for name in ("lightning_module_state_dict", "optimizer_state", "make_full"):
+            unwatched(strategy, name)
+        yield
