@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.agreement import NumberExchange, digest
 from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.pipeline.full_batch import LogRun, SideEffectRun
+from lightning_hybrid.pipeline.full_batch import SideEffectRun
 from lightning_hybrid.pipeline.kept import AppendedEntries
 from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, MeasuredLogs, describe_unexplained, keyed
-from lightning_hybrid.pipeline.runtime.executor import Outcome, fill_placeholders
-from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.pipeline.stages.traces import ChosenTraces
+from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
+from lightning_hybrid.pipeline.stages.plan import StagePlan
+from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
 from lightning_hybrid.step.batch.means import reduction_of
 from lightning_hybrid.step.batch.merge import join
 from lightning_hybrid.step.batch.metrics import FullBatchMetrics
 from lightning_hybrid.step.batch.scalars import BatchScalars
-from lightning_hybrid.step.batch.split import sizes_of
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.recording.kept import refuse_absent_numbers
 from lightning_hybrid.step.replay.stage import StageRun
@@ -43,66 +41,48 @@ class StepResultExchange:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        variants: Sequence[TraceVariant],
+        plan: StagePlan,
+        call: Call,
+        given: Microbatches,
         logs: LogCapture,
         weights: Sequence[float],
-        batch: Any,
-        *,
-        share_output: bool,
-        train: bool,
         metrics: FullBatchMetrics,
-        sizes: Sequence[int | None],
         weighting: MeasuredLogs,
-        by_samples: Sequence[float],
-        log_run: LogRun | None,
-        rank_of: Callable[[int], int],
     ) -> None:
         """Prepare the exchange.
 
         Args:
-            group: The ranks of one pipeline.
-            device: The device of this rank.
-            variants: The trace of each microbatch.
+            plan: The stages.
+            call: The call of the step.
+            given: Its microbatches; ranks compare the checksum of their batch.
             logs: The captured logs of the step.
-            weights: The weight of each microbatch.
-            batch: The full batch; ranks compare its checksum.
-            share_output: Whether outputs are needed.
-            train: Whether a backward follows.
+            weights: The weight of each microbatch in the loss.
             metrics: Metrics of the full batch.
-            sizes: Numbers of samples of the microbatches.
             weighting: What is measured of the step: which logged keys weigh by samples, and which are no means.
-            by_samples: The weights of the microbatches by samples.
-            log_run: Runs the step on the full batch for its logs, if it must.
-            rank_of: Returns the pipeline rank of a stage.
         """
-        self._metrics, self._sizes, self._log_run = metrics, sizes, log_run
-        self._weighting, self._by_samples, self._measured = weighting, by_samples, dict(weighting.reductions)
-        self._reads = () if log_run is None else log_run.reads
-        self._group, self._rank_of = group, rank_of
-        self._has_last_stage = group.rank() == rank_of(variants[0].assignment.num_stages - 1)
-        self._device = device
-        self._variants = variants
-        self._logs = logs
-        self._weights = weights
-        self._digest = digest(flatten(batch)[0])  # now, since the step may write into it
+        self._plan, self._call, self._given, self._sizes = plan, call, given, given.sizes
+        self._metrics, self._log_run = metrics, given.log_run
+        self._weighting, self._measured = weighting, dict(weighting.reductions)
+        self._reads = () if given.log_run is None else given.log_run.reads
+        self._group, self._device = plan.group, plan.randomness.device
+        self._logs, self._weights, self._variants = logs, weights, given.variants
+        self._digest = digest(flatten(given.batch)[0])  # now, since the step may write into it
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
         self._numbers: list[float] = []
         self._combined_keys: set[Key] = set()
-        self._has_guesses = any(v.dynamic for variant in variants for v in variant.assignment.graph.values)
+        self._has_guesses = any(v.dynamic for variant in given.variants for v in variant.assignment.graph.values)
         self._scalars: list[tuple[int, int]] = []
         self._tensors: list[tuple[int, int]] = []
-        for index, variant in enumerate(variants):
+        for index, variant in enumerate(given.variants):
             graph = variant.assignment.graph
-            for value in dict.fromkeys((*(graph.returned if share_output else ()), *graph.kept)):
+            for value in dict.fromkeys((*(graph.returned if call.shares_output else ()), *graph.kept)):
                 is_scalar = not graph.values[value].shape and graph.values[value].dtype in _EXACT_IN_FLOAT64
                 (self._scalars if is_scalar else self._tensors).append((index, value))
-            if train and graph.loss is not None and (index, graph.loss) not in self._scalars:
+            if call.trains and graph.loss is not None and (index, graph.loss) not in self._scalars:
                 self._scalars.append((index, graph.loss))
 
-    def begin(self, runs: Mapping[int, StageRun], *, is_broken: bool = False) -> None:
+    def begin(self, runs: Mapping[int, StageRun], is_broken: bool = False) -> None:
         """Start to send this rank's numbers.
 
         Args:
@@ -130,7 +110,8 @@ class StepResultExchange:
             numbers.append(math.nan if made is None else float(made))
         numbers += [math.nan if (read := batch.value(value)) is None else float(read) for value in self._reads]
         if self._has_guesses:
-            is_last = self._has_last_stage  # it has most values; one number of each is sent
+            # The last stage has most values; one number of each is sent.
+            is_last = self._plan.rank == self._plan.rank_of(self._plan.num_stages - 1)
             numbers += [guess if is_last else math.nan for entry in self._entries for guess in entry.guesses]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self._exchange = NumberExchange(
@@ -156,19 +137,19 @@ class StepResultExchange:
         return math.nan if number is None else float(number)
 
     def _combined(self, key: Key, entry: Entry) -> float:
-        weights = self._by_samples if key in self._weighting.keys else self._weights
+        weights = self._given.weights if key in self._weighting.keys else self._weights
         return entry.combine(weights, self._sizes, self._measured.get(key) or self._over(entry))
 
     def _over(self, entry: Entry) -> str:
         """How the graph makes a value of the samples: as "sum", "max" or "min" of them; "" if in another way."""
         if entry.value is None or None in self._sizes:
             return ""
-        return reduction_of(entry.value, self._variants[0].assignment.graph, self._sizes[0] or 0)
+        return reduction_of(entry.value, self._given.graph, self._sizes[0] or 0)
 
     def warnings(self) -> list[str]:
         """Warnings about logged numbers that are means over microbatches, and are known to be another of the batch."""
-        step, known = self._variants[0].assignment.graph.step, self._weighting.unexplained
-        return [describe_unexplained(step, *each) for each in known if each[0] in self._combined_keys]
+        known = self._weighting.unexplained
+        return [describe_unexplained(self._call.name, *each) for each in known if each[0] in self._combined_keys]
 
     def wait(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
         """Wait for the numbers of all ranks; arguments as for ``begin``.
@@ -214,7 +195,7 @@ class StepResultExchange:
             self._combined_keys -= found.keys()
         for index, value in self._tensors:
             assignment = self._variants[index].assignment
-            source = self._rank_of(assignment.value_stage[value])
+            source = self._plan.rank_of(assignment.value_stage[value])
             made = runs[index].made.get(value) if source == self._group.rank() else None
             content[index][value] = broadcast_tensor(
                 assignment.graph.values[value], made, source, self._group, self._device
@@ -223,54 +204,50 @@ class StepResultExchange:
 
 
 def join_results(
-    root: nn.Module,
-    chosen: ChosenTraces,
-    outcome: Outcome,
+    call: Call,
+    given: Microbatches,
+    runs: Sequence[StageRun],
     content: Sequence[Mapping[int, Tensor]],
     weights: Sequence[float],
-    *,
-    train: bool,
     appended: AppendedEntries | None,
     side_effects: SideEffectRun | None,
+    root: nn.Module,
 ) -> tuple[Any, Tensor | None]:
     """Fill absent tensors, and join the microbatches.
 
     Args:
-        root: The user's module.
-        chosen: The microbatches.
-        outcome: Their runs on this rank.
+        call: The call of the step.
+        given: Its microbatches.
+        runs: Their runs on this rank.
         content: The exchanged values of each microbatch, by index, in their full shapes.
         weights: The weight of each microbatch.
-        train: Whether the step has a loss.
         appended: Joins what they have appended to lists.
         side_effects: The run of a step that keeps numbers of the model.
+        root: The user's module.
 
     Returns:
         What the step returns, tensors in it of the shapes of the full batch, and its loss, a scalar.
     """
-    variants, microbatches = chosen.variants, chosen.microbatches
-    runs = [outcome.runs[index] for index in range(len(variants))]
     outputs = []
     for run, values in zip(runs, content, strict=True):
         fill_placeholders(run, values)
-        if not train or not isinstance(run.result, Tensor):  # a bare loss is joined below
+        if not call.trains or not isinstance(run.result, Tensor):  # a bare loss is joined below
             outputs.append(map_leaves(detached, run.result))
     loss = None
-    if train:
-        losses = [values[variant.loss] for values, variant in zip(content, variants, strict=True)]
+    if call.trains:
+        losses = [values[variant.loss] for values, variant in zip(content, given.variants, strict=True)]
         total = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
         loss = losses[0].new_tensor(total)
-    name, sizes = variants[0].recording.graph.step, sizes_of(microbatches)
-    output = join(outputs, weights, sizes, step=name) if outputs else loss
+    output = join(outputs, weights, given.sizes, step=call.name) if outputs else loss
     if side_effects is not None:
         returned = map_leaves(detached, side_effects.returned(content[0]))
         output = returned if outputs else loss
     if appended is not None:
-        appended.put(appended.evenly(len(variants), content), weights, sizes)
-    check_content(name, output)
+        appended.put(appended.evenly(len(given), content), weights, given.sizes)
+    check_content(call.name, output)
     if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
-        refuse_absent_numbers(root, [variant.recording for variant in variants], read_at)
-    return returned_batch(chosen.batch, microbatches, [run.result for run in runs], output), loss
+        refuse_absent_numbers(root, [variant.recording for variant in given.variants], read_at)
+    return returned_batch(given.batch, given.parts, [run.result for run in runs], output), loss
 
 
 def detached(leaf: Any) -> Any:

@@ -25,10 +25,9 @@ from lightning_hybrid.pipeline.measure import is_same
 from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
-from lightning_hybrid.pipeline.stages.traces import Call, ChosenTraces, TraceCache
-from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.step.batch.means import matching_values
-from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, sizes_of, split
+from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
@@ -39,29 +38,12 @@ from lightning_hybrid.step.standins.tensors import is_absent
 class SideEffectRun:
     """The second run of one step on one batch; created before the step runs."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        names: Mapping[int, str],
-        call: Call,
-        batch: Any,
-        variant: TraceVariant,
-        randomness: KeyedRandomness,
-    ) -> None:
-        """Snapshot the modules.
-
-        Args:
-            root: The user's module.
-            names: FQN by id of its parameters and tracked buffers.
-            call: The call of the step.
-            batch: The full batch.
-            variant: The trace of the step.
-            randomness: Keys the random numbers of the step.
-        """
-        self._root, self._names, self._call, self._batch = root, names, call, batch
-        self._variant, self._randomness = variant, randomness
-        self._without = skippable_modules(root, [variant.recording])
-        self._start = ModuleSnapshot(root, without=self._without)
+    def __init__(self, plan: StagePlan, call: Call, batch: Any, variant: TraceVariant) -> None:
+        """Snapshot the modules before a step with this trace runs on a batch."""
+        self._plan, self._root, self._call = plan, plan.root, call
+        self._batch, self._variant = batch, variant
+        self._without = skippable_modules(plan.root, [variant.recording])
+        self._start = ModuleSnapshot(plan.root, without=self._without)
         self._watched = [(tensor, tensor._version) for tensor in tensors_inside(batch)]
 
     def returned(self, contents: Mapping[int, Tensor]) -> Any:
@@ -82,7 +64,7 @@ class SideEffectRun:
         written = _Buffers(self._root, self._without)
         self._start.restore()  # the step may have branched on a buffer that it has written since
         try:
-            run = self._call.rerun(self._root, self._names, self._batch, self._variant, self._randomness, contents)
+            run = self._call.rerun(self._plan, self._batch, self._variant, contents)
         except Exception as error:
             raise StepError(
                 f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error});"
@@ -130,26 +112,11 @@ class UnsplitSteps:
         self._traces, self._warn = choice, warn
         self._reasons: BoundedLRUDict[tuple[TraceVariant, int | None, bool], str] = BoundedLRUDict(_MAX_REASONS)
 
-    def adopts(
-        self,
-        call: Call,
-        variants: Sequence[TraceVariant],
-        batch: Any,
-        microbatches: Sequence[Any],
-        *,
-        is_returned: bool,
-    ) -> bool:
-        """Whether the batches of a step must not be split, from now on.
-
-        Args:
-            call: The call of the step.
-            variants: The trace of each microbatch.
-            batch: The full batch.
-            microbatches: The batch, split.
-            is_returned: Whether the output of the step is read.
-        """
-        for variant, samples in dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True)):
-            key = variant, samples, is_returned
+    def adopts(self, call: Call, given: Microbatches) -> bool:
+        """Whether the batches of a step, which would run on these microbatches, must not be split from now on."""
+        batch = given.batch
+        for variant, samples in dict.fromkeys(zip(given.variants, given.sizes, strict=True)):
+            key = variant, samples, call.shares_output
             if key not in self._reasons:
                 full = self._traces.trace_of_full_batch(call, batch) if variant.recording.appended else None
                 self._reasons[key] = why_not_mergeable(
@@ -157,11 +124,11 @@ class UnsplitSteps:
                     samples,
                     full=None if full is None else full.recording,
                     total=batch_size_of(batch),
-                    is_returned=is_returned,
+                    is_returned=call.shares_output,
                 )
             if self._reasons[key]:
                 return self.adopt(call.name, self._reasons[key])
-        if line := self._branches_at(call, variants, batch, microbatches):
+        if line := self._branches_at(call, given):
             return self.adopt(
                 call.name, f"{line}: a microbatch takes a branch, by its content, that its batch does not take"
             )
@@ -173,19 +140,17 @@ class UnsplitSteps:
         self.names.add(name)
         return True
 
-    def _branches_at(
-        self, call: Call, variants: Sequence[TraceVariant], batch: Any, microbatches: Sequence[Any]
-    ) -> str:
+    def _branches_at(self, call: Call, given: Microbatches) -> str:
         """The first line that a microbatch runs and its batch does not, or reversely, by their content; "" if none.
 
         A branch by a random number or by state is none: a microbatch takes it as another batch would.
         """
         if call.name not in self._traces.reads_batch:
             return ""
-        full = self._traces.trace_of_full_batch(call, batch)
+        full = self._traces.trace_of_full_batch(call, given.batch)
         if full is None:
             return ""
-        for variant, microbatch in zip(variants, microbatches, strict=True):
+        for variant, microbatch in zip(given.variants, given.parts, strict=True):
             if _path(variant) != _path(full):  # alone, it draws what the batch draws
                 alone = self._traces.trace_of_full_batch(call, microbatch)
                 if alone is not None and (others := _path(alone) ^ _path(full)):
@@ -205,12 +170,12 @@ _OTHER = 2**40
 class EvaluationTrials:
     """Tries each step of evaluation once, on the samples of two microbatches of its first batch."""
 
-    def __init__(self, trial: Callable[[Call, Any, int], StepResult]) -> None:
-        """Prepare. Args: trial: Runs a call on a batch in a number of microbatches, and undoes it; collective."""
+    def __init__(self, trial: Callable[[Call, int], StepResult]) -> None:
+        """Prepare. Args: trial: Runs a call in a number of microbatches, and undoes it; collective."""
         self._trial = trial
         self._tried: set[str] = set()
 
-    def differing(self, call: Call, chosen: ChosenTraces, splitter: BatchSplitter | None) -> str:
+    def differing(self, call: Call, chosen: Microbatches, splitter: BatchSplitter | None) -> str:
         """What differs, the same on every rank; "" if nothing does, or the step was tried before.
 
         Args:
@@ -218,17 +183,19 @@ class EvaluationTrials:
             chosen: Its microbatches.
             splitter: Splits batches, where the user has passed one.
         """
-        count = len(chosen.microbatches)
+        count = len(chosen)
         if count == 1 or call.name in self._tried:
             return ""
         self._tried.add(call.name)
         some = split(chosen.batch, max(1, count // 2), splitter)[0][0]
-        first, second = (dataclasses.replace(call, number=call.number - number) for number in (_OTHER, 2 * _OTHER))
+        first, second = (
+            dataclasses.replace(call, batch=some, number=call.number - number) for number in (_OTHER, 2 * _OTHER)
+        )
         try:
-            whole = self._trial(first, some, 1)
-            found = _difference(whole, self._trial(first, some, 2), chosen.variants[0])
+            whole = self._trial(first, 1)
+            found = _difference(whole, self._trial(first, 2), chosen.variants[0])
             # Random numbers, or a clock: then nothing is known.
-            if not found or _difference(whole, self._trial(second, some, 1), chosen.variants[0]):
+            if not found or _difference(whole, self._trial(second, 1), chosen.variants[0]):
                 return ""
         except (StepError, PartitionError, StepBroken):  # so few samples are no batch to this step
             return ""
@@ -259,29 +226,9 @@ class LogRun:
         reads: The scalars of a microbatch's graph that the step reads as numbers.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        names: Mapping[int, str],
-        call: Call,
-        batch: Any,
-        pairs: Mapping[int, int],
-        full: TraceVariant,
-        randomness: KeyedRandomness,
-    ) -> None:
-        """Prepare the run.
-
-        Args:
-            root: The user's module.
-            names: FQN by id of its parameters and tracked buffers.
-            call: The call of the step.
-            batch: The full batch.
-            pairs: The values of a microbatch by those of the batch.
-            full: The trace of the batch.
-            randomness: Keys the random numbers of the step.
-        """
-        self._root, self._names, self._call, self._batch = root, names, call, batch
-        self._full, self._randomness = full, randomness
+    def __init__(self, plan: StagePlan, call: Call, batch: Any, pairs: Mapping[int, int], full: TraceVariant) -> None:
+        """Prepare the run on a batch of trace ``full``; ``pairs``: values of a microbatch by those of ``full``."""
+        self._plan, self._call, self._batch, self._full = plan, call, batch, full
         values = full.recording.graph.values
         self._read = {v: pairs[v] for v in full.recording.values_read if v in pairs and not values[v].shape}
         self.reads = tuple(dict.fromkeys(self._read.values()))
@@ -298,10 +245,10 @@ class LogRun:
             for value, index in self._read.items()
             if not math.isnan(read[index])
         }
-        start = ModuleSnapshot(self._root, without=skippable_modules(self._root, [self._full.recording]))
+        root = self._plan.root
+        start = ModuleSnapshot(root, without=skippable_modules(root, [self._full.recording]))
         try:
-            what = self._root, self._names, self._batch, self._full, self._randomness, contents
-            self._call.rerun(*what, around=logs.microbatch(self._root, 0))
+            self._call.rerun(self._plan, self._batch, self._full, contents, logs.microbatch(root, 0))
         except Exception:  # what it logs is then combined as that of other steps
             return {}
         finally:
@@ -313,8 +260,8 @@ class LogRun:
 class LogRuns:
     """Decides which steps of one module need a run for their logs."""
 
-    def __init__(self, root: nn.Module, plan: StagePlan, traces: TraceCache, randomness: KeyedRandomness) -> None:
-        self._root, self._plan, self._traces, self._randomness = root, plan, traces, randomness
+    def __init__(self, plan: StagePlan, traces: TraceCache) -> None:
+        self._plan, self._traces = plan, traces
         self._needless: set[TraceVariant] = set()
 
     def of(self, call: Call, batch: Any, variants: Sequence[TraceVariant]) -> LogRun | None:
@@ -333,7 +280,7 @@ class LogRuns:
             return None
         given = self._traces.unwritten(call, batch)
         pairs = matching_values(first.recording.graph, full.recording.graph)
-        return LogRun(self._root, self._plan.names(), call, given, pairs, full, self._randomness)
+        return LogRun(self._plan, call, given, pairs, full)
 
 
 def _differ(variants: Sequence[TraceVariant]) -> bool:

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.pipeline.compare import trained_without_draws
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
-from lightning_hybrid.pipeline.stages.traces import Call, TraceCache
-from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.step.batch.denominators import Count, uneven_masks, weights_differ
 from lightning_hybrid.step.batch.means import (
     Share,
@@ -96,51 +94,39 @@ class LossMeanWeights:
         unknown: The line of a mean whose counts differed between microbatches and that cannot be weighted by them.
     """
 
-    def __init__(self, root: nn.Module, plan: StagePlan, choice: TraceCache, randomness: KeyedRandomness) -> None:
-        """Set up for the user's module, its stage plan and trace cache; ``randomness`` keys random numbers of steps."""
-        self._root, self._plan, self._traces, self._randomness = root, plan, choice, randomness
+    def __init__(self, plan: StagePlan, traces: TraceCache) -> None:
+        """Set up for the stages of a module, and the traces of its steps."""
+        self._plan, self._traces = plan, traces
         self.unknown = ""
         self._terms: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
         self._sums: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
         self._replays: BoundedLRUDict[TraceVariant, DenominatorReplay] = BoundedLRUDict(_MAX_CACHED)
         self._even: BoundedLRUDict[tuple[TraceVariant, ...], _EvenCounts] = BoundedLRUDict(_MAX_CACHED)
 
-    def of(
-        self,
-        call: Call,
-        variants: Sequence[TraceVariant],
-        batch: Any,
-        microbatches: Sequence[Any],
-        weights: Sequence[float],
-    ) -> MeanWeights:
+    def of(self, call: Call, given: Microbatches) -> MeanWeights:
         """The weights of operations that average, by microbatch and node; empty where all weigh by samples.
 
         Args:
             call: The call of the step.
-            variants: The trace of each microbatch.
-            batch: The full batch.
-            microbatches: The batch, split.
-            weights: The weights by which everything else is averaged.
+            given: Its microbatches; everything else is averaged by their weights.
         """
+        variants, batch, weights, graph = given.variants, given.batch, given.weights, given.graph
         terms = self._terms_of(variants) if len(variants) > 1 else frozenset()
         if not terms:
             return ()
-        graph = variants[0].assignment.graph
         key = tuple(variants)
         even = self._even.get(key)
         state = self._traces.attributes_around_units(variants[0])
         if even is not None and even.state == state and not _contains_any(batch, even.ignored):
             return ()
         labels: list[dict[int, tuple[int, int]]] = []
-        counted = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
+        counted = self._counted(call, list(zip(variants, given.parts, strict=True)), labels=labels)
         if counted is None:
             return ()
         if _have_even_counts(terms, labels, weights) and not any(_may_change(variant, terms) for variant in variants):
             ignored = frozenset(one for each in labels for _, one in each.values())
             self._even[key] = _EvenCounts(state, ignored)
-        divisors = self._full_batch_divisors(
-            call, variants, batch, {n for n in terms if graph.nodes[n].averages == "divisor"}
-        )
+        divisors = self._full_batch_divisors(call, given, {n for n in terms if graph.nodes[n].averages == "divisor"})
         # A factor that differs between microbatches belongs to no mean.
         products = [n.index for n in graph.nodes if n.averages in ("product", "divisor") and n.index not in divisors]
         factors = {n: {counts.get(n) for counts in counted} for n in products}
@@ -166,78 +152,68 @@ class LossMeanWeights:
                     by_node[term] = share
         return shares
 
-    def recorded_terms(self, call: Call, variants: Sequence[TraceVariant], batch: Any) -> frozenset[int]:
+    def recorded_terms(self, call: Call, given: Microbatches) -> frozenset[int]:
         """The nodes whose means over data-dependent counts are weighted by these; arguments as for ``of``."""
-        terms, graph = self._terms_of(variants), variants[0].assignment.graph
+        terms, graph = self._terms_of(given.variants), given.graph
         divisions = {node for node in terms if graph.nodes[node].averages == "divisor"}
-        return terms - divisions | self._divided_sums(call, variants, batch, divisions)[1]
+        return terms - divisions | self._divided_sums(call, given, divisions)[1]
 
-    def weighs(
-        self,
-        call: Call,
-        variants: Sequence[TraceVariant],
-        batch: Any,
-        microbatches: Sequence[Any],
-        weights: Sequence[float],
-    ) -> bool:
+    def weighs(self, call: Call, given: Microbatches) -> bool:
         """Whether losses of microbatches may weigh by another count than samples; arguments as for ``of``."""
-        shares = self.of(call, variants, batch, microbatches, weights)
-        graph = variants[0].assignment.graph
+        shares, graph = self.of(call, given), given.graph
         if any(shares):
             return any(leads_to_loss(term, graph) for term in frozenset[int]().union(*shares))
-        if not any(leads_to_loss(term, graph) for term in self._terms_of(variants)):
+        if not any(leads_to_loss(term, graph) for term in self._terms_of(given.variants)):
             return False
-        even = self._even.get(tuple(variants))
-        return _contains_any(batch, _IGNORED if even is None else even.ignored)
+        even = self._even.get(tuple(given.variants))
+        return _contains_any(given.batch, _IGNORED if even is None else even.ignored)
 
     def compare_halves(
-        self, call: Call, batch: Any, splitter: BatchSplitter | None, note: Callable[[Exception], object]
+        self, call: Call, splitter: BatchSplitter | None, note: Callable[[Exception], object]
     ) -> list[ComparedLoss]:
         """Compare the loss of a batch with that of its halves, of even and uneven sizes.
 
         Args:
             call: The call of the step.
-            batch: Its batch.
-            splitter: Splits it, if it is no tree of tensors.
+            splitter: Splits its batch, if it is no tree of tensors.
             note: Takes an error that prevents a comparison.
         """
         found = []
-        for some in (batch, without_last_sample(batch)):  # halves of both have the size of a recorded microbatch
+        for some in (
+            call.batch,
+            without_last_sample(call.batch),
+        ):  # halves of both have the size of a recorded microbatch
             try:
                 parts, weights = split(some, 2, splitter)
-                compared = self._compare(call, self._traces.choose(call, parts), some, parts, weights)
+                variants = self._traces.choose(call, parts)
+                compared = self._compare(call, Microbatches(some, call.number, parts, weights, variants))
             except Exception as error:  # the step needs more samples, or more memory than there is
                 note(error)
                 continue
             found += [] if compared is None else [compared]
         return found
 
-    def _compare(
-        self,
-        call: Call,
-        variants: Sequence[TraceVariant],
-        batch: Any,
-        microbatches: Sequence[Any],
-        weights: Sequence[float],
-    ) -> ComparedLoss | None:
+    def _compare(self, call: Call, given: Microbatches) -> ComparedLoss | None:
         """The loss of a batch, and that of its weighted microbatches; None if the step draws random numbers.
 
         The step runs in training mode without dropout, on this rank alone, which has all layers; its effects are
         undone. Arguments as for ``of``.
         """
-        shares = self.of(call, variants, batch, microbatches, weights) or [{} for _ in variants]
-        names, totals = self._plan.names(), [0.0, 0.0]
-        with trained_without_draws(self._root, self._randomness, []) as undo:
-            with torch.no_grad(), call.context(), LogCapture(1).microbatch(self._root, 0):
-                full = find_loss(call.on(copied_batch(batch)))
+        shares = self.of(call, given) or [{} for _ in given.parts]
+        root, names, totals = self._plan.root, self._plan.names(), [0.0, 0.0]
+        with trained_without_draws(root, self._plan.randomness, []) as undo:
+            with torch.no_grad(), call.context(), LogCapture(1).microbatch(root, 0):
+                full = find_loss(call.on(copied_batch(given.batch))())
                 dtype = rounded_as(full)
             if not undo():
                 return None
-            for index, (variant, part, weight) in enumerate(zip(variants, microbatches, weights, strict=True)):
-                replay = _as_one_stage(variant, self._root, self._randomness)
+            for index, (variant, part, weight) in enumerate(
+                zip(given.variants, given.parts, given.weights, strict=True)
+            ):
+                replay = _as_one_stage(variant, self._plan)
                 for which, of_means in enumerate((shares[index], {})):
-                    with call.dry_run(self._root, [replay], self._randomness, index) as current:
-                        run = replay.run(partial(call.on, copied_batch(part)), {}, names, current, of_means)
+                    with call.dry_run(self._plan, [replay], index) as current:
+                        run = replay.run(call.on(copied_batch(part)), {}, names, current, of_means)
                     totals[which] += weight * float(run.made[variant.loss].detach())
                     undo()
         return ComparedLoss(float(full), totals[0], totals[1], dtype)
@@ -258,24 +234,22 @@ class LossMeanWeights:
             )
         return self._terms[key]
 
-    def _full_batch_divisors(
-        self, call: Call, variants: Sequence[TraceVariant], batch: Any, divisions: set[int]
-    ) -> Mapping[int, float]:
+    def _full_batch_divisors(self, call: Call, given: Microbatches, divisions: set[int]) -> Mapping[int, float]:
         """The divisors of sums over samples in the full batch, by node."""
-        full, sums = self._divided_sums(call, variants, batch, divisions)
-        counted = self._counted(call, [(full, batch)]) if full is not None and sums else None
+        full, sums = self._divided_sums(call, given, divisions)
+        counted = self._counted(call, [(full, given.batch)]) if full is not None and sums else None
         return {} if counted is None else {n: count for n, count in counted[0].items() if n in sums}
 
     def _divided_sums(
-        self, call: Call, variants: Sequence[TraceVariant], batch: Any, divisions: set[int]
+        self, call: Call, given: Microbatches, divisions: set[int]
     ) -> tuple[TraceVariant | None, frozenset[int]]:
         """The trace of the full batch, and the nodes among ``divisions`` that divide a sum over its samples."""
-        full = self._traces.trace_of_full_batch(call, batch) if divisions else None
+        full = self._traces.trace_of_full_batch(call, given.batch) if divisions else None
         if full is None:
             return None, frozenset()
-        key = (variants[0], full)
+        key = (given.variants[0], full)
         if key not in self._sums:
-            self._sums[key] = _sums(variants[0].assignment.graph, full.assignment.graph, divisions)
+            self._sums[key] = _sums(given.graph, full.assignment.graph, divisions)
         return full, self._sums[key]
 
     def _counted(
@@ -287,7 +261,7 @@ class LossMeanWeights:
     ) -> list[dict[int, float]] | None:
         """The counts of each microbatch, by node; None if the step cannot run without the model's arithmetic."""
         inside = {module for unit in self._plan.units.values() for module in unit.modules()}
-        start = ModuleSnapshot(self._root, without=inside, unhooked=inside)
+        start = ModuleSnapshot(self._plan.root, without=inside, unhooked=inside)
         names = self._plan.names()
         counted = []
         try:
@@ -295,10 +269,10 @@ class LossMeanWeights:
                 replay = self._replay(variant)
                 with (
                     self._traces.copy_for_dry_run(call, part) as copied,
-                    call.dry_run(self._root, [replay], self._randomness, index) as current,
+                    call.dry_run(self._plan, [replay], index) as current,
                 ):
                     replay.memory = frozenset(storage_id(tensor) for tensor in tensors_inside(copied))
-                    replay.run(partial(call.on, copied), {}, names, current)
+                    replay.run(call.on(copied), {}, names, current)
                 counted.append(replay.counts)
                 if labels is not None:
                     labels.append(dict(replay.labels))
@@ -312,18 +286,17 @@ class LossMeanWeights:
 
     def _replay(self, variant: TraceVariant) -> DenominatorReplay:
         if variant not in self._replays:
-            self._replays[variant] = DenominatorReplay(
-                variant.recording, variant.assignment, self._root, self._randomness
-            )
+            given = variant.recording, variant.assignment, self._plan.root, self._plan.randomness
+            self._replays[variant] = DenominatorReplay(*given)
         return self._replays[variant]
 
 
-def _as_one_stage(variant: TraceVariant, root: nn.Module, randomness: KeyedRandomness) -> StageReplay:
+def _as_one_stage(variant: TraceVariant, plan: StagePlan) -> StageReplay:
     """A replay of all stages of a trace as one."""
     given = variant.assignment
     nodes, values = (0,) * len(given.node_stage), (0,) * len(given.value_stage)
     one = replace(given, num_stages=1, node_stage=nodes, value_stage=values, portals={})
-    return StageReplay(variant.recording, one, root, randomness, stage=0)
+    return StageReplay(variant.recording, one, plan.root, plan.randomness, stage=0)
 
 
 def _have_even_counts(

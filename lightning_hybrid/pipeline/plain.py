@@ -8,13 +8,15 @@ split into microbatches, each of which runs forward and backward before the next
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.pipeline.compare import compare_gradients
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
@@ -25,8 +27,7 @@ from lightning_hybrid.pipeline.measure import (
     agree_on_weighting,
     measure_weighting,
 )
-from lightning_hybrid.pipeline.metrics import MetricSync
-from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult, TrainContext
+from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
 from lightning_hybrid.pipeline.shares import (
@@ -37,12 +38,12 @@ from lightning_hybrid.pipeline.shares import (
     MicrobatchLoop,
     MicrobatchResults,
 )
-from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.pipeline.stages.recording import record_once, record_variant
-from lightning_hybrid.pipeline.unpartitioned import PlainStepRandomness, UnpartitionedSteps
-from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.pipeline.stages.traces import Call
+from lightning_hybrid.pipeline.stages.training import Backwards, StepUndone
+from lightning_hybrid.pipeline.unpartitioned import PlainStepRandomness
 from lightning_hybrid.step.batch.split import (
-    BatchSplitter,
     batch_size_of,
     check_count,
     copied_batch,
@@ -70,55 +71,40 @@ class PlainRunner(MicrobatchRunner):
 
     def __init__(
         self,
-        root: nn.Module,
-        plan: StagePlan,
-        randomness: KeyedRandomness,
-        *,
-        num_microbatches: int | None,
-        splitter: BatchSplitter | None,
-        replica: int,
-        metrics: MetricSync,
-        unpartitioned: UnpartitionedSteps,
+        *args: Any,
         shares: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
-        warn: Callable[[str], None],
         inform: Callable[[str], None],
+        **how: Any,
     ) -> None:
-        """Prepare to run steps.
+        """Prepare to run steps; other arguments as for ``MicrobatchRunner``, with a plan of one stage.
 
         Args:
-            root: The user's module.
-            plan: A plan of one stage.
-            randomness: Keys the random numbers of steps.
-            num_microbatches: The number that the user requested; None for an automatic choice.
-            splitter: Splits batches, where the user has passed one.
-            replica: Data-parallel rank.
-            metrics: Synchronizes the metrics of the module.
-            unpartitioned: As for ``MicrobatchRunner``.
+            *args: The positional ones.
             shares: The ranks that share the batches of a replica.
             everyone: These ranks and those of all other replicas.
-            warn: Warns the user, on the first rank.
             inform: Prints information, on the first rank.
+            **how: The others.
         """
-        super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
-        self._root, self._randomness, self._replica, self._metrics = root, randomness, replica, metrics
+        super().__init__(*args, **how)
+        root = self._root
         self.stores_rows_of_samples = False
         self.recording_error: Exception | None = None
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
         self._compiled_methods = has_compiled_methods(root)
-        self._sharing, self._warn = BatchSharing(shares, everyone), warn
+        self._sharing = BatchSharing(shares, everyone)
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
         self._warned = set[Key]()  # logged keys that are none of those of microbatches
         self._num_small = 0  # batches that could not be compared with their shares
-        self._weighting = LossWeightFinder(splitter, inform)
+        self._weighting = LossWeightFinder(self.splitter, inform)
         self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``
         self._has_backward_code: bool | None = None  # whether code of the user runs in backwards; None if not known
         self._is_stopped = False  # after the first forward of a step
         self.needs_weighting_check = True
-        self._draws = PlainStepRandomness(root, randomness, self.guards)
+        self._draws = PlainStepRandomness(root, self._randomness, self.guards)
 
     @property
     def mixes_samples(self) -> bool:
@@ -149,16 +135,10 @@ class PlainRunner(MicrobatchRunner):
         """Whether a training step may be rolled back, since it changes modules by its share of the batch."""
         return self.runs_shares
 
-    def record(
-        self,
-        name: str,
-        step: Callable[..., Any],
-        args: Sequence[Any],
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
+    def record(self, call: Call) -> None:
         """Record the step for the observers of units, with guesses for its branches; errors leave layers unsharded."""
-        once = self._on_first_microbatch(name, step, args)
-        if isinstance(variant := self._record_with_guesses(name, once, context), Exception):
+        once = self._on_first_microbatch(call)
+        if isinstance(variant := self._record_with_guesses(call, once), Exception):
             self.recording_error = variant
             return
         with contextlib.ExitStack() as watching:
@@ -167,34 +147,25 @@ class PlainRunner(MicrobatchRunner):
             units = variant.recording.units
             for guesses in GUESSES:
                 with contextlib.suppress(Exception):
-                    again = record_once(self.plan, name, once, units, context, train=False, guesses=guesses)
+                    again = record_once(self.plan, call.name, once, units, call.context, train=False, guesses=guesses)
                     if not again.has_guesses:
                         break  # others would be equal
 
-    def why_not_recordable(
-        self,
-        name: str,
-        step: Callable[..., Any],
-        args: Sequence[Any],
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> Exception | None:
-        """Why the step cannot be recorded, whatever its branches; arguments as for ``record``."""
-        variant = self._record_with_guesses(name, self._on_first_microbatch(name, step, args), context)
+    def why_not_recordable(self, call: Call) -> Exception | None:
+        """Why the step cannot be recorded, whatever its branches."""
+        variant = self._record_with_guesses(call, self._on_first_microbatch(call))
         return variant if isinstance(variant, Exception) else None
 
-    def _on_first_microbatch(self, name: str, step: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
-        batch, *rest = args
-        first = split(batch, self.count(name, batch), self.splitter)[0][0]
-        return lambda: step(copied_batch(first), *rest)  # a step may write into its batch
+    def _on_first_microbatch(self, call: Call) -> Callable[[], Any]:
+        first = split(call.batch, self.count(call.name, call.batch), self.splitter)[0][0]
+        return lambda: call.on(copied_batch(first))()  # a step may write into its batch
 
-    def _record_with_guesses(
-        self, name: str, step: Callable[[], Any], context: Callable[[], AbstractContextManager[Any]]
-    ) -> TraceVariant | Exception:
+    def _record_with_guesses(self, call: Call, step: Callable[[], Any]) -> TraceVariant | Exception:
         """Record the step with the first guesses that work; the last error if none do."""
         found: TraceVariant | Exception
         for guesses in GUESSES:
             try:
-                return record_variant(self.plan, name, step, context, train=False, guesses=guesses)
+                return record_variant(self.plan, call.name, step, call.context, train=False, guesses=guesses)
             except Exception as error:
                 found = error
         return found
@@ -224,79 +195,65 @@ class PlainRunner(MicrobatchRunner):
             return 1
         return self._sharing.count(batch, self.count("training_step", batch), self.splitter) or 1
 
-    def run(
-        self,
-        name: str,
-        step: Callable[..., Any],
-        args: Sequence[Any],
-        *,
-        step_number: int,
-        context: Callable[[], AbstractContextManager[Any]],
-        train: TrainContext | None = None,
-        share_output: bool = True,
-        manual_optimization: bool = False,
-    ) -> StepResult:
-        """Run one step of the user's module on a full batch, as ``MicrobatchRunner.run`` describes."""
-        batch, *rest = args
-        trains = train is not None or manual_optimization
-        count = 1 if manual_optimization else self.count(name, batch)
-        share = self._batch_share(batch, count, trains=trains, manual_optimization=manual_optimization)
-        weights, loss_weights, seeds = _weights(share, train)
-        appended = AppendedEntries(self._root) if trains and share.total > 1 else None
-        is_compared = train is not None and self._sharing.size > 1 and not self._leaves_changes
-        changes = ModuleChanges(self._root, by_content=self.needs_weighting_check) if is_compared else None
-        runs_share = train is not None and self.runs_shares
-        may_stop = train is not None and self._has_backward_code is None and share.is_complete
-        snapshot = StepSnapshot(self._root) if runs_share or may_stop else None
+    def run(self, call: Call) -> StepResult:
+        """Run one step of the user's module on a full batch.
+
+        Raises:
+            StepUndone: It must run in another way; all its effects are rolled back.
+        """
+        backwards, root = call.backwards, self._root
+        share = self._batch_share(call)
+        weights, loss_weights, seeds = _weights(share, backwards)
+        appended = AppendedEntries(root) if call.trains and share.total > 1 else None
+        is_compared = backwards.are_run and self._sharing.size > 1 and not self._leaves_changes
+        changes = ModuleChanges(root, by_content=self.needs_weighting_check) if is_compared else None
+        runs_share = backwards.are_run and self.runs_shares
+        may_stop = backwards.are_run and self._has_backward_code is None and share.is_complete
+        snapshot = StepSnapshot(root) if runs_share or may_stop else None
         first = self._replica * share.total + share.first
+        keyed = partial(self._draws.keyed, call.name, call.number, first)
         with (
-            contextlib.closing(ParameterGradients(self._root, share.is_complete and train is not None)) as gradients,
-            self._randomness.isolated() if not manual_optimization else contextlib.nullcontext(),
-            torch.set_grad_enabled(trains or torch.is_grad_enabled()),
+            contextlib.closing(ParameterGradients(root, share.is_complete and backwards.are_run)) as gradients,
+            contextlib.nullcontext() if call.is_manual else self._randomness.isolated(),
+            torch.set_grad_enabled(call.trains or torch.is_grad_enabled()),
             self._metrics.step(),
             self._layers(),
         ):
-            of_code = is_compared, self._stops(share, train), self._scales_gradients
-            loop = MicrobatchLoop(self, share, gradients, *of_code)
+            loop = MicrobatchLoop(self, call, share, gradients, self._metrics.calls, appended, self._scales_gradients)
             loop.run(
-                lambda microbatch: step(microbatch, *rest),
-                context,
-                None if manual_optimization else lambda index: self._draws.keyed(name, step_number, first + index),
-                self._metrics.calls,
-                train,
-                seeds,
-                appended,
+                seeds, _unkeyed if call.is_manual else keyed, self._learns(share, backwards), traces_calls=is_compared
             )
         self._scales_gradients = loop.scales_gradients
         if self._is_stopped:
             self._is_stopped, self.needs_weighting_check = False, True
-            return _rolled_back(snapshot, gradients, "has code in its backward, and is compared with its batch")
+            _undo(snapshot, gradients, "has code in its backward, and is compared with its batch")
         has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
-        is_read = manual_optimization or (share_output and has_other_outputs)
-        outputs = loop.outputs if not trains or is_read or self._sharing.size == 1 else []
-        by_samples = self._weighting.now.keys
-        results = loop.results(weights, loss_weights, by_samples, outputs, {} if appended is None else appended.rows)
+        is_read = call.is_manual or (call.shares_output and has_other_outputs)
+        if call.trains and not is_read and self._sharing.size > 1:
+            loop.outputs = []
+        results = loop.results(weights, loss_weights, self._weighting.now.keys)
         results = self._exchange(results, share, changes, loop.calls)
         if runs_share and not self.runs_shares:  # the results are those of a share
-            return _rolled_back(snapshot, gradients, "does something new, and would run on full batches")
+            _undo(snapshot, gradients, "does something new, and would run on full batches")
         self._metrics.finish(results.call_metrics)
         if appended is not None:
             appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
         loss = _as_tensor(results.loss, loop.losses)
-        return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs())
+        return StepResult(results.joined_output(call.name) if loop.outputs else loss, loss, results.logs())
 
-    def _stops(self, share: BatchShare, train: TrainContext | None) -> Callable[[bool], bool] | None:
+    def _learns(self, share: BatchShare, backwards: Backwards) -> Callable[[bool], bool] | None:
         """A function that learns from the first microbatch whether code of the user runs in backwards; None if known.
 
         It returns whether the step must stop there: it is compared with its batch before it runs.
         """
-        if train is None or self._has_backward_code is not None or (self._sharing.size == 1 and not share.is_complete):
+        is_known = self._has_backward_code is not None or (self._sharing.size == 1 and not share.is_complete)
+        if not backwards.are_run or is_known:
             return None
 
         def learn(has_code: bool) -> bool:
             self.active.settle()  # other ranks may still gather layers of their forwards
             self._has_backward_code = self._sharing.any_rank(has_code)
-            self._is_stopped = self._has_backward_code and share.is_complete and train.weigh is None
+            self._is_stopped = self._has_backward_code and share.is_complete and not backwards.weighs
             return self._is_stopped
 
         return learn
@@ -331,31 +288,20 @@ class PlainRunner(MicrobatchRunner):
         elif news == RUNS_OTHER_LINES:
             self._leaves_changes, self.needs_weighting_check = None, True
 
-    def decide(
-        self,
-        step: Callable[..., Any],
-        args: Sequence[Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        *,
-        compares: bool,
-        is_written: bool,
-        has_room: bool = True,
-    ) -> None:
+    def decide(self, call: Call, *, compares: bool, is_written: bool, has_room: bool = True) -> None:
         """Compare a training batch with its shares, to find their weights in its loss.
 
         Ranks that could share batches have run it in full. Where its loss is no mean over shares, or the step has
         changed its modules by the batch, each rank runs all batches. With microbatches, the batch has not run yet.
 
         Args:
-            step: As for ``run``.
-            args: As for ``run``.
-            context: As for ``run``.
+            call: The call of the step.
             compares: Whether to test the loss; otherwise it is assumed to be a mean over shares.
             is_written: Whether the step has written parameters.
             has_room: Whether gradients are compared; otherwise there is no memory for those of two microbatches.
         """
         self.needs_weighting_check, changes = False, self._first_changes
-        batch, *rest = args
+        batch = call.batch
         count = self.count("training_step", batch)
         if changes is not None:
             self.stores_rows_of_samples = changes.rows(batch_size_of(batch))
@@ -378,7 +324,7 @@ class PlainRunner(MicrobatchRunner):
 
         self.is_comparing = True
         try:
-            measured = self._measured(step, batch, rest, count, context, has_room=has_room)
+            measured = self._measured(dataclasses.replace(call, batch=batch), count, has_room=has_room)
         finally:
             self.is_comparing = False
         found = agree_on_weighting(self._sharing.everyone, measured)
@@ -399,27 +345,19 @@ class PlainRunner(MicrobatchRunner):
                 self._warned.add(key)
                 self._warn(describe_unexplained("training_step", key, full, mean))
 
-    def _measured(
-        self,
-        step: Callable[..., Any],
-        batch: Any,
-        rest: Sequence[Any],
-        count: int,
-        context: Callable[[], AbstractContextManager[Any]],
-        *,
-        has_room: bool,
-    ) -> LossWeighting:
+    def _measured(self, call: Call, count: int, *, has_room: bool) -> LossWeighting:
         """Measure how the parts of a batch weigh in its loss and gradients; arguments as for ``decide``."""
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
             # Copies of metrics return values, which are no means over parts.
-            with self.active.around_step(), context(), self._metrics.calls.microbatch(0, is_full=False):
+            with self.active.around_step(), call.context(), self._metrics.calls.microbatch(0, is_full=False):
                 yield
 
         def once(part: Any) -> Any:
-            return step(part, *rest)
+            return call.on(part)()
 
+        batch = call.batch
         # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
             how = self.splitter, self._randomness, around, self.is_fatal, self._metrics.calls.origin
@@ -449,15 +387,16 @@ class PlainRunner(MicrobatchRunner):
             if self._sharing.any_rank(self._weighting.is_open(batch, count)):
                 self._leaves_changes, self.needs_weighting_check = None, True
 
-    def _batch_share(self, batch: Any, count: int, *, trains: bool, manual_optimization: bool) -> BatchShare:
-        if not trains:
-            parts, weights = split(batch, count, self.splitter)
+    def _batch_share(self, call: Call) -> BatchShare:
+        count = 1 if call.is_manual else self.count(call.name, call.batch)
+        if not call.trains:
+            parts, weights = split(call.batch, count, self.splitter)
             return BatchShare(parts, weights, weights, total=count)
         # With manual optimization, the number of optimizer steps may be that of the samples, and random numbers are
         # those of single-process training.
-        if manual_optimization or (self._sharing.size > 1 and not self.runs_shares):
-            return BatchShare([batch], [1.0], [1.0])
-        return self._sharing.of(batch, count, self.splitter, self._weighting.now)
+        if call.is_manual or (self._sharing.size > 1 and not self.runs_shares):
+            return BatchShare([call.batch], [1.0], [1.0])
+        return self._sharing.of(call.batch, count, self.splitter, self._weighting.now)
 
     @contextlib.contextmanager
     def _layers(self) -> Iterator[None]:
@@ -473,19 +412,24 @@ class PlainRunner(MicrobatchRunner):
                 self._uncompiled.off()
 
 
-def _rolled_back(snapshot: StepSnapshot | None, gradients: ParameterGradients, why: str) -> StepResult:
-    """Roll a step back, and return its result."""
+def _unkeyed(index: int) -> AbstractContextManager[None]:
+    """The context in which a microbatch draws from the generators as they are."""
+    return contextlib.nullcontext()
+
+
+def _undo(snapshot: StepSnapshot | None, gradients: ParameterGradients, why: str) -> NoReturn:
+    """Roll a step back."""
     assert snapshot is not None
     gradients.registered.remove()
     snapshot.restore(why)
-    return StepResult(None, None, [], was_rolled_back=True)
+    raise StepUndone(why)
 
 
-def _weights(share: BatchShare, train: TrainContext | None) -> tuple[list[float], list[float], list[float]]:
+def _weights(share: BatchShare, backwards: Backwards) -> tuple[list[float], list[float], list[float]]:
     """The weights of microbatches by samples, those of their losses, and those with which backwards start."""
-    if train is None or train.weigh is None:
+    if not backwards.weighs:
         return list(share.weights), list(share.loss_weights), [share.ranks * weight for weight in share.loss_weights]
-    seeds = train.weigh(share.microbatches)
+    seeds = backwards.weights(share.microbatches)
     weights = [seed / share.ranks for seed in seeds]
     return weights, weights, seeds
 

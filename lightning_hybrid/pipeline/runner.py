@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.pipeline.logs import Entry
-from lightning_hybrid.pipeline.runtime.program import ActionRecorder
+from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
 from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.tracing.recording import find_loss
-from lightning_hybrid.step.tracing.refusals import no_loss_error
 from lightning_hybrid.techniques.technique import Active
 
 
@@ -32,36 +30,11 @@ class StepResult:
         output: The return value of the user's step, joined over the microbatches; detached.
         loss: The mean loss, a scalar weighted by samples; None for steps without a backward, or that returned none.
         logs: Each logged key with its value for the full batch and the arguments of the call.
-        was_rolled_back: Whether the step was rolled back, and has to run again.
     """
 
     output: Any
     loss: Tensor | None
     logs: list[tuple[Entry, float]]
-    was_rolled_back: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainContext:
-    """The options and callbacks of a training step.
-
-    Attributes:
-        seed_factor: Gradient of the loss from which the backward starts (loss scale / accumulated batches).
-        before_backward: Called before each backward with its stage, and whether it is the last of the stage.
-        after_backward: Called after each backward, with the same arguments.
-        reduce: Called with a stage after its last backward.
-        recorder: Records when this rank's actions ran.
-        weigh: Returns the weights of microbatches; if None they weigh by their numbers of samples.
-        on_loss: Called with the loss of each microbatch before its backward, in steps without stages.
-    """
-
-    seed_factor: float
-    before_backward: Callable[[int, bool], None]
-    after_backward: Callable[[int, bool], None]
-    reduce: Callable[[int], None]
-    recorder: ActionRecorder
-    weigh: Callable[[Sequence[Any]], list[float]] | None = None
-    on_loss: Callable[[Tensor], None] = lambda _: None
 
 
 class MicrobatchRunner(ABC):
@@ -83,19 +56,34 @@ class MicrobatchRunner(ABC):
     def __init__(
         self,
         plan: StagePlan,
+        metrics: MetricSync,
+        unpartitioned: UnpartitionedSteps,
         *,
         num_microbatches: int | None,
         splitter: BatchSplitter | None,
-        unpartitioned: UnpartitionedSteps,
+        replica: int,
+        warn: Callable[[str], None],
     ) -> None:
-        """Set up for one module; ``num_microbatches`` is the requested number, or None for an automatic choice."""
+        """Set up for one module.
+
+        Args:
+            plan: The ranks that own each parameter and unit.
+            metrics: Synchronizes the metrics of the module.
+            unpartitioned: Runs evaluation steps that cannot be partitioned.
+            num_microbatches: The number that the user requested; None for an automatic choice.
+            splitter: Splits batches, where the user has passed one.
+            replica: Data-parallel rank.
+            warn: Warns the user, on the first rank.
+        """
         self.plan, self.splitter, self.unpartitioned = plan, splitter, unpartitioned
         self.unit_observers: list[Callable[[TraceVariant], AbstractContextManager[Any]]] = []
         self.guards = ReadGuards()
         self.active = Active()
-        self.is_fatal: Callable[[Exception], bool] | None = None
+        self.is_fatal: Callable[[Exception], bool] = lambda error: False
         self.gathers_outputs = self.is_comparing = False
         self.batch_bytes: dict[str, int] = {}
+        self._root, self._randomness, self._metrics = plan.root, plan.randomness, metrics
+        self._replica, self._warn = replica, warn
         self._num_microbatches = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 
@@ -110,47 +98,12 @@ class MicrobatchRunner(ABC):
         """Names of steps whose batches are not split into microbatches, so far."""
 
     @abstractmethod
-    def record(
-        self,
-        name: str,
-        step: Callable[..., Any],
-        args: Sequence[Any],
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Record a step on an example batch before the run.
-
-        Args:
-            name: Such as "training_step".
-            step: The user's bound method.
-            args: Its arguments, the batch first.
-            context: Entered around the step (autocast).
-        """
+    def record(self, call: Call) -> None:
+        """Record a step on an example batch before the run."""
 
     @abstractmethod
-    def run(
-        self,
-        name: str,
-        step: Callable[..., Any],
-        args: Sequence[Any],
-        *,
-        step_number: int,
-        context: Callable[[], AbstractContextManager[Any]],
-        train: TrainContext | None = None,
-        share_output: bool = True,
-        manual_optimization: bool = False,
-    ) -> StepResult:
-        """Run one step of the user's module on a full batch.
-
-        Args:
-            name: Such as "training_step".
-            step: The user's bound method.
-            args: Its arguments, the batch first.
-            step_number: Number of the batch in the run; keys the random numbers.
-            context: Entered around each forward (autocast).
-            train: Options of a training step; other steps run forward only.
-            share_output: Whether tensors that the step returned are needed on every rank.
-            manual_optimization: Whether it is a training step with manual optimization.
-        """
+    def run(self, call: Call) -> StepResult:
+        """Run one step of the user's module on a full batch."""
 
     def connect(self, active: Active) -> None:
         """Run layers as techniques do, from the next step on."""
@@ -183,24 +136,3 @@ class MicrobatchRunner(ABC):
             self._full[name] = size, count
             return count
         return math.ceil(size / math.ceil(usual[0] / usual[1]))
-
-
-def backward_of(
-    output: Any, train: TrainContext, seed: float, weighted: AbstractContextManager[None], *, is_last: bool
-) -> Tensor | None:
-    """Run the backward of a microbatch in ``weighted``; returns its detached scalar loss, or None if there is none.
-
-    Raises:
-        StepError: The output has no loss, or one that depends on no parameter.
-    """
-    loss = find_loss(output)
-    if isinstance(loss, Tensor):
-        train.on_loss(loss)
-    train.before_backward(0, is_last)
-    if output is not None:
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise no_loss_error("training_step", output)
-        with weighted:
-            torch.autograd.backward([loss], [torch.full_like(loss, train.seed_factor * seed)])
-    train.after_backward(0, is_last)
-    return None if output is None else loss.detach()

@@ -22,9 +22,9 @@ from lightning_hybrid.pipeline.exchange import detached
 from lightning_hybrid.pipeline.kept import AppendedEntries, Rows, merged
 from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed, keys_of
 from lightning_hybrid.pipeline.measure import LossWeighting
-from lightning_hybrid.pipeline.runner import MicrobatchRunner, TrainContext, backward_of
+from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, split_weight
-from lightning_hybrid.pipeline.runtime.program import ActionRecorder
+from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.batch.merge import join
 from lightning_hybrid.step.batch.metrics import FullBatchMetrics, MetricCalls, Microbatches, joined_calls
@@ -36,6 +36,8 @@ from lightning_hybrid.step.objects.tensors import on_host
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize
 from lightning_hybrid.step.tracing.functions import BackwardCode
 from lightning_hybrid.step.tracing.lines import TorchCallSites, user_call_sites
+from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.step.tracing.refusals import no_loss_error
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -265,26 +267,28 @@ class MicrobatchLoop:
     def __init__(
         self,
         runner: MicrobatchRunner,
+        call: Call,
         share: BatchShare,
         gradients: ParameterGradients,
-        traces_calls: bool,
-        stops: Callable[[bool], bool] | None,
+        metrics: FullBatchMetrics,
+        appended: AppendedEntries | None,
         scales_gradients: bool | None,
     ) -> None:
         """Set up for the share of a batch.
 
         Args:
             runner: Of the step.
+            call: The call of the step.
             share: What this rank runs of the batch.
             gradients: Weighs what arrives at parameters.
-            traces_calls: Whether lines of code are traced.
-            stops: Called after the first forward with whether it has left code of the user for its backward; if it
-                returns true, nothing else is run. None if that is known.
+            metrics: Of the module.
+            appended: Records the entries that each microbatch appends to lists.
             scales_gradients: Whether microbatches weigh where their gradients reach a parameter; None if they do once
                 the step has applied an autograd function of the user.
         """
         self._runner, self._root, self._share, self._gradients = runner, gradients.root, share, gradients
-        self.scales_gradients, self._traces_calls, self._stops = scales_gradients, traces_calls, stops
+        self._call, self._metrics, self._appended = call, metrics, appended
+        self.scales_gradients = scales_gradients
         self.logs = LogCapture(len(share.microbatches))
         self.outputs: list[Any] = []
         self.losses: list[Tensor | None] = []
@@ -292,85 +296,87 @@ class MicrobatchLoop:
 
     def run(
         self,
-        step: Callable[[Any], Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        keyed: Callable[[int], AbstractContextManager[None]] | None,
-        metrics: FullBatchMetrics,
-        train: TrainContext | None,
         seeds: Sequence[float],
-        appended: AppendedEntries | None,
+        keyed: Callable[[int], AbstractContextManager[None]],
+        learns: Callable[[bool], bool] | None,
+        *,
+        traces_calls: bool,
     ) -> None:
         """Run all microbatches.
 
         Args:
-            step: The user's step, of one microbatch.
-            context: Entered around each forward (autocast).
-            keyed: Keys the random numbers of a microbatch, by its index; None with manual optimization.
-            metrics: Of the module.
-            train: Callbacks of a training step with automatic optimization; None runs forwards only.
             seeds: By microbatch, the weight of its loss, with which the backward starts.
-            appended: Records the entries that each microbatch appends to lists.
+            keyed: Keys the random numbers of a microbatch, by its index.
+            learns: Called after the first forward with whether it has left code of the user for its backward; if it
+                returns true, nothing else is run. None if that is known.
+            traces_calls: Whether lines of code are traced.
         """
-        runner, trains = self._runner, train is not None or keyed is None
-        recorder = ActionRecorder() if train is None else train.recorder
+        runner, backwards = self._runner, self._call.backwards
         for index, microbatch in enumerate(self._share.microbatches):
-            draws = keyed(index) if keyed is not None else contextlib.nullcontext()
-            start = recorder.mark()
-            path = TorchCallSites() if self._traces_calls else None
-            code = BackwardCode() if train is not None and self.scales_gradients is None else None
+            start = backwards.recorder.mark()
+            path = TorchCallSites() if traces_calls else None
+            code = BackwardCode() if backwards.are_run and self.scales_gradients is None else None
             with (
                 runner.active.around_step(),
-                context(),
-                draws,
-                self.logs.microbatch(self._root, index, metrics.origin),
-                metrics.microbatch(index, is_full=self._share.total == 1),
+                self._call.context(),
+                keyed(index),
+                self.logs.microbatch(self._root, index, self._metrics.origin),
+                self._metrics.microbatch(index, is_full=self._share.total == 1),
                 self._gradients.registered.run(),
             ):
                 # Compiled code shows neither lines nor autograd functions; a mode would be compiled with it.
-                eager = path is not None or (index == 0 and self._stops is not None)
+                eager = path is not None or (index == 0 and learns is not None)
                 stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
                 with path or contextlib.nullcontext(), stance, code or contextlib.nullcontext():
-                    output = step(microbatch)
+                    output = self._call.on(microbatch)()
                 if runner.gathers_outputs:
                     output = _gathered(self._root, output)
             if path is not None:
                 self.calls |= user_call_sites(set(path.calls)).keys()
-            recorder.add(Action(Kind.F, 0, index), start)
-            if train is not None:
+            backwards.recorder.add(Action(Kind.F, 0, index), start)
+            if backwards.are_run:
                 self.scales_gradients = True if code is not None and code.has_functions else self.scales_gradients
-                if index == 0 and self._stops is not None and self._stops(code is not None and not code.is_empty):
+                if index == 0 and learns is not None and learns(code is not None and not code.is_empty):
                     return
                 with runner.guards.off():
-                    self.losses.append(self._backward(output, train, seeds[index], index))
-                recorder.add_since_last(Action(Kind.B, 0, index))
-            self.outputs.append(map_leaves(detached, output) if trains else output)
-            if appended is not None:
-                appended.after_microbatch()
+                    self.losses.append(self._backward(output, seeds[index], index))
+                backwards.recorder.add_since_last(Action(Kind.B, 0, index))
+            self.outputs.append(map_leaves(detached, output) if self._call.trains else output)
+            if self._appended is not None:
+                self._appended.after_microbatch()
             del output, microbatch
-        if train is not None:
+        if backwards.are_run:
             with runner.guards.off():  # a reducer that read full gradients would average those
-                train.reduce(0)
+                backwards.reduce(0)
 
-    def results(
-        self,
-        weights: list[float],
-        loss_weights: list[float],
-        by_samples: frozenset[Key],
-        outputs: list[Any],
-        appended: Rows,
-    ) -> MicrobatchResults:
+    def _backward(self, output: Any, seed: float, index: int) -> Tensor | None:
+        """Run the backward of a microbatch, which weighs its loss by ``seed`` in all; returns its detached loss.
+
+        Raises:
+            StepError: The output has no loss, or one that depends on no parameter.
+        """
+        backwards = self._call.backwards
+        seed, factor = split_weight(seed, self._share.ranks * self._share.weights[index], scales=self.scales_gradients)
+        is_last = index == len(self._share.microbatches) - 1
+        loss = find_loss(output)
+        if isinstance(loss, Tensor):
+            backwards.on_loss(loss)
+        backwards.before(0, is_last)
+        if output is not None:
+            if not isinstance(loss, Tensor) or not loss.requires_grad:
+                raise no_loss_error("training_step", output)
+            with self._gradients.by(factor, is_last=is_last):
+                torch.autograd.backward([loss], [torch.full_like(loss, backwards.seed_factor * seed)])
+        backwards.after(0, is_last)
+        return None if output is None else loss.detach()
+
+    def results(self, weights: list[float], loss_weights: list[float], by_samples: frozenset[Key]) -> MicrobatchResults:
         """The results of this rank; arguments as the attributes of ``MicrobatchResults``."""
         losses = [None if loss is None else float(loss) for loss in self.losses] or [None] * len(weights)
         sizes = sizes_of(self._share.microbatches)
-        found = MicrobatchResults(weights, loss_weights, by_samples, self.logs.entries(), losses, sizes, outputs)
-        found.appended = appended
+        found = MicrobatchResults(weights, loss_weights, by_samples, self.logs.entries(), losses, sizes, self.outputs)
+        found.appended = {} if self._appended is None else self._appended.rows
         return found
-
-    def _backward(self, output: Any, train: TrainContext, seed: float, index: int) -> Tensor | None:
-        """Run the backward of a microbatch, which weighs its loss by ``seed`` in all; returns its loss."""
-        seed, factor = split_weight(seed, self._share.ranks * self._share.weights[index], scales=self.scales_gradients)
-        is_last = index == len(self._share.microbatches) - 1
-        return backward_of(output, train, seed, self._gradients.by(factor, is_last=is_last), is_last=is_last)
 
 
 def _gathered(root: nn.Module, output: Any) -> Any:

@@ -139,12 +139,11 @@ class UnpartitionedSteps:
         dist.all_reduce(room, dist.ReduceOp.MIN, group=self._replica)
         return int(room)
 
-    def run(self, call: Call, batch: Any) -> tuple[Any, list[tuple[Entry, float]]]:
-        """Run a step on a batch; collective over the replica.
+    def run(self, call: Call) -> tuple[Any, list[tuple[Entry, float]]]:
+        """Run a step on its batch; collective over the replica.
 
         Args:
             call: The call of the step.
-            batch: The full batch.
 
         Returns:
             The output, and the logged entries with the values of the first rank.
@@ -167,11 +166,11 @@ class UnpartitionedSteps:
                 slow_attention(),
                 self.gathering_mode(agree_on, room),
             ):
-                output = call.on(batch)
+                output = call.on(call.batch)()
         finally:
             uncompiled.off()
         agree_on("ends the step")
-        return output, self._shared(logs, batch)
+        return output, self._shared(logs, call.batch)
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -262,7 +261,7 @@ class PlainStepRandomness:
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
 
     @contextlib.contextmanager
-    def keyed(self, name: str, number: int, microbatch: int) -> Iterator[None]:
+    def keyed(self, name: str, number: int, first: int, index: int = 0) -> Iterator[None]:
         """Draw the random numbers of pipeline stages inside.
 
         The first run of a step is observed everywhere, and shows which modules draw. Later runs are observed in these
@@ -271,9 +270,10 @@ class PlainStepRandomness:
         Args:
             name: Name of the step.
             number: Number of the batch in the run.
-            microbatch: Number of the microbatch, over all replicas.
+            first: Number of the first microbatch, over all replicas.
+            index: Index of the microbatch.
         """
-        root, randomness = self._root, self._randomness
+        root, randomness, microbatch = self._root, self._randomness, first + index
         if name not in self._drawing:
             again = self._guards.as_user_code
             with draw_as_stages(root, randomness, number, microbatch, again), randomness.recording_modules() as codes:

@@ -28,8 +28,8 @@ from lightning_hybrid.step.objects.modules import find_layers
 from lightning_hybrid.step.recording.units import num_elements
 from lightning_hybrid.step.standins.kernels import AttentionHeads
 from lightning_hybrid.strategies.description.recording import record_in_one_stage
+from lightning_hybrid.strategies.execution.fit import batch_norms_in_training
 from lightning_hybrid.strategies.options.auto_sizes import frozen_names, parameter_shapes
-from lightning_hybrid.strategies.out_of_memory.fit import batch_norms_in_training
 from lightning_hybrid.strategies.planning import PlanRequest, RunPlan, make_plan
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.tensor import TensorParallel

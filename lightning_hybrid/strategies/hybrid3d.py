@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from lightning_hybrid.layout import Objective
 from lightning_hybrid.memory.recompute.policies import Recompute
-from lightning_hybrid.pipeline.runtime.program import ActionRecorder
+from lightning_hybrid.pipeline.stages.training import ActionRecorder
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.batch.split import BatchSplitter
@@ -275,8 +275,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         """Report the error to the other ranks, and join no further collectives."""
         if self._state is not None:
             self._state.fail()
-        if self._lifecycle is not None and self._lifecycle.execution.fit is not None:
-            self._lifecycle.execution.fit.note_why_not_run_again(exception)
+        if self._lifecycle is not None:
+            self._lifecycle.execution.explain(exception)
         super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
         self._files.wait(on_error=rank_zero_warn)
@@ -306,7 +306,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         """Run the full schedule, forward and backward; the later ``backward`` hands the gradients over."""
         if self._lifecycle is None:  # used without a run
             return super().training_step(*args, **kwargs)
-        return self._lifecycle.training_step([*args, *kwargs.values()])
+        return self._lifecycle.execution.training_step([*args, *kwargs.values()])
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward-only schedule."""

@@ -46,7 +46,6 @@ FLOORS = [
     {"strategies/logs", "strategies/start", "strategies/optimizer_steps", "strategies/slow_links"},
     {"strategies/techniques"},
     {"strategies/run"},
-    {"strategies/out_of_memory"},
     {"strategies/description"},
     {"strategies/execution"},
     {"strategies"},

@@ -188,12 +188,12 @@ def labels_of_another_microbatch(patch):
     original = StepRunner._select_traces
 
     def select(self, *args, **kwargs):
-        selected_before, chosen = self._chosen, original(self, *args, **kwargs)
+        selected_before, chosen = self._next, original(self, *args, **kwargs)
         if chosen is selected_before:
             return chosen
-        parts = chosen.microbatches
+        parts = chosen.parts
         swapped = [(x, parts[index - 1][1]) for index, (x, _) in enumerate(parts)]
-        return dataclasses.replace(chosen, microbatches=swapped)
+        return dataclasses.replace(chosen, parts=swapped)
 
     patch.setattr(StepRunner, "_select_traces", select)
 

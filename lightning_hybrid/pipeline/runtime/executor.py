@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +25,14 @@ from lightning_hybrid.errors import (
 )
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.params.gradient_hooks import StepHooks
+from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
-from lightning_hybrid.pipeline.runtime.program import ActionRecorder, location_of
+from lightning_hybrid.pipeline.runtime.program import location_of
 from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.transport import ReceivedValues, Transport, value_of_broken_step
-from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.training import Backwards, Mark
 from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
 from lightning_hybrid.step.batch.means import Share
 from lightning_hybrid.step.batch.metrics import FullBatchMetrics
@@ -52,39 +52,31 @@ class Job:
         program: The instructions of all ranks.
         variants: The trace of each microbatch.
         steps: The user's step on each microbatch.
-        around: Runs a forward in its contexts (autocast, keyed randomness), from the microbatch's index.
+        around: Context of a forward (autocast, keyed randomness), from the microbatch's index.
+        backwards: What is done around its backwards.
         seeds: The gradient from which the backward of each microbatch's loss starts.
-        factors: What each microbatch adds to the gradients of parameters is multiplied by; 1 if empty.
-        parameters: FQN by id of the module's parameters and tracked buffers.
-        before_backward: Called before each backward with its stage, and whether it is the last of the stage.
-        after_backward: Called after each backward, with the same arguments.
+        factors: What each microbatch adds to the gradients of parameters is multiplied by.
         repeated_buffers: Where a rank has several stages, the buffers that each of them writes: dict and name.
-        reduce: Called with a stage after its last backward.
-        shares: The weights of operations that average, by microbatch and node.
+        shares: The weights of operations that average, by microbatch and node; empty if all weigh by samples.
         metrics: Metrics of the full batch, where it has several microbatches.
         after_forwards: Called with this rank's runs by microbatch, and whether the step broke, once its forwards are
             done and the rank is idle.
         may_break: Whether a step that diverges from its recording runs to its end with placeholders, so that all ranks
             can roll it back; otherwise its error ends the run.
-        recorder: Records when this rank's actions ran.
     """
 
     program: Program
     variants: Sequence[TraceVariant]
     steps: Sequence[Callable[[], Any]]
-    around: Callable[[int, Callable[[], StageRun]], StageRun]
-    seeds: Sequence[float] = ()
-    factors: Sequence[float] = ()
-    parameters: Mapping[int, str] = field(default_factory=dict)
-    repeated_buffers: Sequence[tuple[dict[str, Any], str]] = ()
-    before_backward: Callable[[int, bool], None] = lambda stage, is_last: None
-    after_backward: Callable[[int, bool], None] = lambda stage, is_last: None
-    reduce: Callable[[int], None] = lambda stage: None
-    shares: Sequence[Mapping[int, Share]] = ()
-    metrics: FullBatchMetrics | None = None
-    after_forwards: Callable[[Mapping[int, StageRun], bool], None] = lambda runs, is_broken: None
-    may_break: bool = False
-    recorder: ActionRecorder = field(default_factory=ActionRecorder)
+    around: Callable[[int], AbstractContextManager[None]]
+    backwards: Backwards
+    seeds: Sequence[float]
+    factors: Sequence[float]
+    repeated_buffers: Sequence[tuple[dict[str, Any], str]]
+    shares: Sequence[Mapping[int, Share]]
+    metrics: FullBatchMetrics | None
+    after_forwards: Callable[[Mapping[int, StageRun], bool], None]
+    may_break: bool
 
 
 @dataclass
@@ -107,15 +99,13 @@ class Executor:
 
     Attributes:
         active: The techniques that run layers.
-        around_backward: Entered around each backward, and each reduction.
+        guards: Are off in backwards and reductions.
     """
 
-    def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
-        """Set up for the user's module ``root`` on the rank with this pipeline coordinate."""
-        self.root, self.rank, self.transport = root, rank, transport
-        self._randomness, self.device = randomness, randomness.device
-        self.active = Active()
-        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    def __init__(self, plan: StagePlan, transport: Transport, guards: ReadGuards) -> None:
+        """Set up for the stages of a module on this rank."""
+        self.plan, self.root, self.rank, self.transport, self.guards = plan, plan.root, plan.rank, transport, guards
+        self.device, self.active = plan.randomness.device, Active()
         self._current: CurrentRun | None = None
 
     def has_guessed_size(self) -> bool:
@@ -130,7 +120,7 @@ class Executor:
         split = split_backward.instrumented if job.program.split else nullcontext
         with (
             self.active.running(),
-            instrumented(replays, self._randomness) as current,
+            instrumented(replays, self.plan.randomness) as current,
             split(current),
             closing(ParameterGradients(self.root, len(job.seeds) > 1)) as gradients,
         ):
@@ -141,7 +131,9 @@ class Executor:
                 for instruction in job.program.instructions[self.rank]:
                     if run.is_idle and not isinstance(instruction, Send):
                         run.use_idle_time()  # the values that others wait for have been sent
-                    if isinstance(instruction, Compute):
+                    if isinstance(instruction, Compute) and instruction.action.kind is Kind.F:
+                        run.forward(instruction.action)
+                    elif isinstance(instruction, Compute):
                         run.compute(instruction.action)
                     elif isinstance(instruction, Receive):
                         run.receive(instruction.message, peer_of(instruction, job.program.schedule))
@@ -155,7 +147,7 @@ class Executor:
                 step = job.variants[0].assignment.graph.step
                 add_error_note(error, location_of(instruction, self.rank, job.program, step))
                 raise
-        for variant in job.variants if job.seeds else ():
+        for variant in job.variants if job.backwards.are_run else ():
             variant.missing_grads.is_new = False
         return Outcome(run.results, run.broken, gradients.registered)
 
@@ -173,7 +165,7 @@ class _Run:
     ) -> None:
         self._executor, self._rank, self._transport = executor, executor.rank, executor.transport
         self._job, self._current, self._split_backward = job, current, split_backward
-        self._parameter_gradients = parameter_gradients
+        self._parameter_gradients, self._names = parameter_gradients, executor.plan.names()
         self._deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
         self._incoming: dict[Message, Callable[[], list[Tensor]]] = {}
         self._received: dict[tuple[int, int], ReceivedValues] = {}
@@ -209,18 +201,61 @@ class _Run:
             tensors = self._gradients.pop(message)
         self._transport.send(message, peer, values, tensors)
 
+    def forward(self, action: Action) -> None:
+        """Wait for the messages that a forward needs, and run it."""
+        stage, microbatch, job = action.stage, action.microbatch, self._job
+        start, replay = job.backwards.recorder.mark(), job.variants[microbatch].replays[stage]
+        inputs = self._received[stage, microbatch] = ReceivedValues(
+            {message: self.values_of(message) for message in job.program.needs[action]},
+            self._arrived,
+            cloned=replay.recording.graph.cloned,
+            has_backward=self._has_backward,
+        )
+        self._states.enter(stage)
+        shares = job.shares[microbatch] if job.shares else {}
+        split = self._split_backward.forward() if (stage, microbatch) in job.program.split else nullcontext()
+        registered = self._parameter_gradients.registered.run()
+        try:
+            with self._executor.active.around_step(), split, registered, job.around(microbatch):
+                run = replay.run(job.steps[microbatch], inputs, self._names, self._current, shares, job.metrics)
+        except Exception as error:
+            has_diverged = isinstance(error, StepError | ControlFlowError) or inputs.include_broken()
+            if not (job.may_break and has_diverged):
+                raise
+            self._break(stage, microbatch, error)
+        else:
+            self._made[stage, microbatch] = run.made
+            earlier = self.results.get(microbatch)
+            kept = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
+            run.made = kept if earlier is None else {**earlier.made, **kept}
+            run.scalars = run.scalars if earlier is None else run.scalars.joined(earlier.scalars)
+            self.results[microbatch] = run
+        self._states.leave(stage)
+        self._forwards_left -= 1
+        inputs.leaves()  # also receives the values that the step has not read
+        self._executor.active.settle()
+        self._done(action, start, inputs.waited)
+
+    def _break(self, stage: int, microbatch: int, error: Exception) -> None:
+        """Continue without this forward: other stages get placeholders, and the step is rolled back at its end."""
+        self.broken = self.broken or error
+        self._broken.add((stage, microbatch))
+        variant = self._job.variants[microbatch]
+        made = self._made[stage, microbatch] = dict[int, Tensor]()
+        for source, target in self._job.program.portals.forward:
+            if source == stage:
+                values = variant.message_values("forward", source, target)
+                made |= {value.index: value_of_broken_step(value, self._executor.device) for value in values}
+
     def compute(self, action: Action) -> None:
-        """Wait for the messages that an action needs, and run it."""
-        stage, microbatch, recorder, waited = action.stage, action.microbatch, self._job.recorder, 0.0
-        if action.kind is Kind.F:
-            start = recorder.mark()
-            waited = self._forward(stage, microbatch, self._job.program.needs[action])
-        elif action.kind in (Kind.B, Kind.I):
+        """Wait for the messages that a backward or a reduction needs, and run it."""
+        stage, microbatch, recorder = action.stage, action.microbatch, self._job.backwards.recorder
+        off = self._executor.guards.off
+        if action.kind in (Kind.B, Kind.I):
             arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
-            start = recorder.mark()
-            factor = self._job.factors[microbatch] if self._job.factors else 1.0
-            weighted = self._parameter_gradients.by(factor, stage, is_last=self._backwards_left[stage] == 1)
-            with self._executor.around_backward(), weighted:
+            start, is_last = recorder.mark(), self._backwards_left[stage] == 1
+            weighted = self._parameter_gradients.by(self._job.factors[microbatch], stage, is_last=is_last)
+            with off(), weighted:
                 self._backward(stage, microbatch, arrived)
             if (stage, microbatch) not in self._deferred:
                 action = action._replace(kind=Kind.B)  # nothing could be deferred: it was a full backward
@@ -228,14 +263,17 @@ class _Run:
             if (stage, microbatch) not in self._deferred:
                 return
             start = recorder.mark()
-            with self._executor.around_backward():
+            with off():
                 finish(self._deferred.pop((stage, microbatch)))
         else:
             start = recorder.mark()
             assert action.kind is Kind.REDUCE
-            with self._executor.around_backward():  # a reducer that read full gradients would average those
-                self._job.reduce(stage)
-        recorder.add(action, start, waited)
+            with off():  # a reducer that read full gradients would average those
+                self._job.backwards.reduce(stage)
+        self._done(action, start)
+
+    def _done(self, action: Action, start: Mark, waited: float = 0.0) -> None:
+        self._job.backwards.recorder.add(action, start, waited)
         to_do = self._forwards_left if Kind.F in self._idle_after else sum(self._backwards_left.values())
         self.is_idle |= action.kind in self._idle_after and not to_do
 
@@ -263,64 +301,10 @@ class _Run:
         made = self._made[message.source, message.microbatch]
         return [made[value.index].detach() for value in values]
 
-    def _forward(self, stage: int, microbatch: int, needs: Sequence[Message]) -> float:
-        """Run a forward; returns the seconds that it spent waiting for messages."""
-        replay = self._job.variants[microbatch].replays[stage]
-        inputs = self._received[stage, microbatch] = ReceivedValues(
-            {message: self.values_of(message) for message in needs},
-            self._arrived,
-            cloned=replay.recording.graph.cloned,
-            has_backward=self._has_backward,
-        )
-        self._states.enter(stage)
-        job = self._job
-        shares = job.shares[microbatch] if job.shares else None
-        step = partial(
-            replay.run, job.steps[microbatch], inputs, job.parameters, self._current, shares=shares, metrics=job.metrics
-        )
-        is_split = (stage, microbatch) in job.program.split
-        try:
-            split = self._split_backward.forward() if is_split else nullcontext()
-            with self._executor.active.around_step(), split, self._parameter_gradients.registered.run():
-                run = job.around(microbatch, step)
-        except Exception as error:
-            has_diverged = isinstance(error, StepError | ControlFlowError) or inputs.include_broken()
-            if not (job.may_break and has_diverged):
-                raise
-            self._break(stage, microbatch, inputs, error)
-            return inputs.waited
-        self._states.leave(stage)
-        self._made[stage, microbatch] = run.made
-        self._forwards_left -= 1
-        earlier = self.results.get(microbatch)
-        kept = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
-        run.made = kept if earlier is None else {**earlier.made, **kept}
-        run.scalars = run.scalars if earlier is None else run.scalars.joined(earlier.scalars)
-        self.results[microbatch] = run
-        inputs.leaves()  # also receives the values that the step has not read
-        self._executor.active.settle()  # before outputs are sent: others wait for them
-        return inputs.waited
-
-    def _break(self, stage: int, microbatch: int, inputs: ReceivedValues, error: Exception) -> None:
-        """Continue without this forward: other stages get placeholders, and the step is rolled back at its end."""
-        self.broken = self.broken or error
-        self._broken.add((stage, microbatch))
-        variant = self._job.variants[microbatch]
-        made: dict[int, Tensor] = {}
-        for source, target in self._job.program.portals.forward:
-            if source == stage:
-                values = variant.message_values("forward", source, target)
-                made |= {value.index: value_of_broken_step(value, self._executor.device) for value in values}
-        self._made[stage, microbatch] = made
-        self._states.leave(stage)
-        self._forwards_left -= 1
-        inputs.leaves()
-        self._executor.active.settle()  # before outputs are sent: others wait for them
-
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1
         is_last = not self._backwards_left[stage]
-        self._job.before_backward(stage, is_last)
+        self._job.backwards.before(stage, is_last)
         if is_last:
             self._finish_hooked_weights(stage)
         if (stage, microbatch) not in self._broken:
@@ -330,7 +314,7 @@ class _Run:
                 if not self._job.may_break or self._has_begun_exchange:
                     raise
                 self.broken = self.broken or error
-        self._job.after_backward(stage, is_last)
+        self._job.backwards.after(stage, is_last)
         variant = self._job.variants[microbatch]
         received = self._received.pop((stage, microbatch)).leaves()
         for source, target in self._job.program.portals.backward:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
+from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.recording import record_variant
-from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.batch.split import copied_batch
+from lightning_hybrid.pipeline.stages.training import Backwards
+from lightning_hybrid.step.batch.split import copied_batch, sizes_of
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
@@ -39,101 +40,122 @@ from lightning_hybrid.step.tracing.mode import CurrentRun
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
 _MAX_TRACES = 512
+_NOTHING = contextlib.nullcontext()
 # Number of batch signatures whose traces are cached.
 _MAX_SIGNATURES = 512
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a step on one batch.
+    """A call of a step of the user on one batch.
 
     Attributes:
         name: Name of the step.
         step: The user's bound method.
+        batch: The full batch.
         rest: Its arguments after the batch.
-        context: Entered around each forward.
-        train: Whether it is a training step.
-        number: Number of the batch in the run.
+        context: Entered around each forward (autocast).
+        number: Number of the batch in the run; keys the random numbers.
+        backwards: What is done around its backwards; none run in evaluation, and with manual optimization.
+        shares_output: Whether tensors that the step returns are needed on every rank.
+        is_manual: Whether it is a training step with manual optimization.
         first: Number of the first microbatch, over all replicas.
         modes: ``StagePlan.modes`` at the time of the call.
     """
 
     name: str
     step: Callable[..., Any]
+    batch: Any
     rest: Sequence[Any]
     context: Callable[[], AbstractContextManager[Any]]
-    train: bool
     number: int = 0
+    backwards: Backwards = field(default_factory=Backwards)
+    shares_output: bool = False
+    is_manual: bool = False
     first: int = 0
     modes: Hashable = None
 
-    def on(self, batch: Any) -> Any:
-        """Run the step."""
-        return self.step(batch, *self.rest)
+    @property
+    def trains(self) -> bool:
+        """Whether it is a training step."""
+        return self.name == "training_step"
+
+    def on(self, part: Any) -> Callable[[], Any]:
+        """The step bound to a part of its batch."""
+        return partial(self.step, part, *self.rest)  # no frame of ours
 
     @contextlib.contextmanager
-    def dry_run(
-        self, root: nn.Module, replays: Collection[StageReplay], randomness: KeyedRandomness, index: int = 0
-    ) -> Iterator[CurrentRun]:
+    def dry_run(self, plan: StagePlan, replays: Collection[StageReplay], index: int = 0) -> Iterator[CurrentRun]:
         """Run the step inside by ``replays``, as if on the microbatch of this index, without its logs and prints."""
+        randomness = plan.randomness
         with (
             instrumented(replays, randomness) as current,
             randomness.isolated(),
             randomness.microbatch(self.number, self.first + index),
-            torch.set_grad_enabled(self.train or torch.is_grad_enabled()),
+            torch.set_grad_enabled(self.trains or torch.is_grad_enabled()),
             self.context(),
-            replaced(root, "log", lambda *_, **__: None, reason="runs without logs"),
-            without_registrations(root),
+            replaced(plan.root, "log", lambda *_, **__: None, reason="runs without logs"),
+            without_registrations(plan.root),
             contextlib.redirect_stdout(io.StringIO()),
         ):
             yield current
 
     def rerun(
         self,
-        root: nn.Module,
-        names: Mapping[int, str],
+        plan: StagePlan,
         batch: Any,
         variant: TraceVariant,
-        randomness: KeyedRandomness,
         contents: Mapping[int, Tensor],
-        around: AbstractContextManager[Any] | None = None,
+        around: AbstractContextManager[Any] = _NOTHING,
     ) -> StageRun:
         """Run the step on a batch without the model's arithmetic; its effects on the modules stay.
 
         Args:
-            root: The user's module.
-            names: FQN by id of its parameters and tracked buffers.
+            plan: The stages of its module.
             batch: The batch.
             variant: The trace of the step.
-            randomness: Keys its random numbers.
             contents: What reads of values of the model return, by index, in their shapes.
             around: Entered around the step.
         """
-        replay = StageReplay(variant.recording, variant.assignment, root, randomness)
+        replay = StageReplay(variant.recording, variant.assignment, plan.root, plan.randomness)
         replay.contents = contents
-        with self.dry_run(root, [replay], randomness) as current, around or contextlib.nullcontext():
-            return replay.run(lambda: self.on(batch), {}, names, current)
+        with self.dry_run(plan, [replay]) as current, around:
+            return replay.run(self.on(batch), {}, plan.names(), current)
 
 
 @dataclass(frozen=True)
-class ChosenTraces:
+class Microbatches:
     """The microbatches of a batch and their traces, selected before the step runs.
 
     Attributes:
         batch: The full batch.
         number: Number of the batch in the run.
-        microbatches: The batch, split.
-        weights: The weight of each microbatch.
+        parts: The batch, split.
+        weights: The weight of each microbatch, by samples.
         variants: The trace of each microbatch.
         log_run: Runs the step on the full batch for its logs, if it must.
     """
 
     batch: Any
     number: int
-    microbatches: Sequence[Any]
-    weights: list[float]
-    variants: list[TraceVariant]
-    log_run: Any
+    parts: Sequence[Any]
+    weights: Sequence[float]
+    variants: Sequence[TraceVariant]
+    log_run: Any = None
+
+    def __len__(self) -> int:
+        """Their number."""
+        return len(self.variants)
+
+    @property
+    def graph(self) -> StepGraph:
+        """The step graph of the first one."""
+        return self.variants[0].assignment.graph
+
+    @property
+    def sizes(self) -> list[int | None]:
+        """Their numbers of samples."""
+        return sizes_of(self.parts)
 
 
 @dataclass(eq=False)
@@ -162,11 +184,9 @@ class TraceCache:
         reads_batch: Names of the steps that read the content of a batch, by which they may branch.
     """
 
-    def __init__(self, root: nn.Module, plan: StagePlan, randomness: KeyedRandomness) -> None:
-        """Set up for the user's module and its stage plan; ``randomness`` keys the random numbers of steps."""
-        self._root = root
-        self._plan = plan
-        self._randomness = randomness
+    def __init__(self, plan: StagePlan) -> None:
+        """Set up for the stages of a module."""
+        self._root, self._plan = plan.root, plan
         self._cache: BoundedLRUDict[Hashable, _Traces] = BoundedLRUDict(_MAX_SIGNATURES)
         self.reads_batch: set[str] = set()
         self._writes_batch: set[str] = set()
@@ -228,9 +248,9 @@ class TraceCache:
     def bind_microbatch(self, call: Call, microbatch: Any, times: int) -> Callable[[], Any]:
         """The step bound to a microbatch; where it writes into the batch, all runs but the last get a copy."""
         if times == 1 or call.name not in self._writes_batch:
-            return partial(call.on, microbatch)
+            return call.on(microbatch)
         copies = [microbatch, *(copied_batch(microbatch) for _ in range(times - 1))]
-        return lambda: call.on(copies.pop())
+        return lambda: call.on(copies.pop())()
 
     def _is_unchanged(self, traces: _Traces) -> bool:
         if traces.latest.recording.graph.step in self._is_unpredicted:
@@ -247,7 +267,7 @@ class TraceCache:
             call.name,
             lambda: call.step(batch, *rest),
             call.context,
-            train=call.train,
+            train=call.trains,
             unguarded_reads=unguarded_reads,
             draws_as=(call.number, call.first + index),
         )
@@ -323,7 +343,7 @@ class TraceCache:
         if traces.tree is None or traces.tree.units.keys() != units.keys() or traces.tree.count > _MAX_TRACES:
             traces.tree = TraceTree(units, [module for unit in units.values() for module in unit.modules()])
             traces.pending = traces.pending[-1:]
-        tree, randomness = traces.tree, self._randomness
+        tree, randomness = traces.tree, self._plan.randomness
         instrumented_as = traces.pending[-1] if traces.pending else traces.latest  # has the units of the tree
         while traces.pending:
             trace = traces.pending.pop()
@@ -333,10 +353,10 @@ class TraceCache:
         replays = instrumented_as.replays.values()
         with (
             self.copy_for_dry_run(call, microbatch) as batch,
-            call.dry_run(self._root, replays, randomness, index) as current,
+            call.dry_run(self._plan, replays, index) as current,
         ):
             try:
-                return tree.dry_run(self._root, lambda: call.on(batch), names, current, randomness, before)
+                return tree.dry_run(self._root, call.on(batch), names, current, randomness, before)
             except (StepError, ControlFlowError) as error:
                 raise UnknownTrace(str(error)) from error
             except Exception:  # an error of the step is raised where it runs

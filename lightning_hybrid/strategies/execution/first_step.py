@@ -25,6 +25,7 @@ from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.standins.tensors import drop, fill, is_absent
 from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.strategies.execution.steps import StepPolicy
 from lightning_hybrid.strategies.run.build import RunOwner
 from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
 from lightning_hybrid.text import counted
@@ -51,12 +52,13 @@ def printed_once(error: FirstStepError, rank: int) -> FirstStepError:
     return error
 
 
-class FirstStepCheck:
+class FirstStepCheck(StepPolicy):
     """Runs the first optimizer step in one process too, and raises unless losses and gradients match."""
 
     def __init__(self, owner: RunOwner) -> None:
         self._owner = owner
         self._reference: OneProcessStep | None = None
+        self._has_loss = False  # of the latest batch, in one process
         self._full = True  # whether full batches are run at once, not their microbatches
         self._losses: list[float] | None = None  # until the first step is verified: this rank's, by batch
 
@@ -82,25 +84,28 @@ class FirstStepCheck:
     def _start_over(self) -> None:
         self._losses, self._reference = [], None
 
-    def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run a training step by ``step``; before the first optimizer step, run it in one process as well.
+    def before_batch(self, args: Sequence[Any]) -> None:
+        """Run a training step before the first optimizer step in one process as well.
 
         Raises:
             FirstStepError: One process cannot run it.
         """
         if self._losses is None:
-            return step(args)
+            return
         from lightning_hybrid.strategies.logs.phases import phase
 
         with phase("verify_first_step=True: running the step in one process"):
-            verified = self._run_reference([*args])
-        output = step(args)
+            self._has_loss = self._run_reference([*args])
+
+    def after_batch(self, output: Any) -> None:
+        """Keep the loss of a training step before the first optimizer step."""
+        if self._losses is None:
+            return
         loss = find_loss(output)
-        if verified and loss is not None:
+        if self._has_loss and loss is not None:
             self._losses.append(float(loss.detach()))
         else:  # a step without a loss changes nothing; the next one is the first
             self._start_over()
-        return output
 
     def after_backward(self, *, is_complete: bool) -> None:
         """Compare the gradients of the first step once they are averaged.
@@ -315,7 +320,7 @@ def describe_mixing_of_step(module: nn.Module, mixing: Mixing, replicas: int) ->
         mixing: Both numbers.
         replicas: Number of replicas.
     """
-    from lightning_hybrid.strategies.out_of_memory.fit import batch_norms_in_training
+    from lightning_hybrid.strategies.execution.fit import batch_norms_in_training
 
     layers = len(batch_norms_in_training(module))
     advice = " For a mean over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"

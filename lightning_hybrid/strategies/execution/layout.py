@@ -14,33 +14,28 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.collectives.agreement import StepBroken
-from lightning_hybrid.errors import BatchError, RankOutOfMemory, StepError
+from lightning_hybrid.errors import BatchError, StepError
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.pipeline.stages.training import Backwards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.standins.tensors import is_absent
-from lightning_hybrid.strategies.execution.steps import StepExecution
+from lightning_hybrid.strategies.execution.steps import Attempt, StepExecution, StepPolicy
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.run.build import RunOwner
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.setting import Setting
-from lightning_hybrid.strategies.user_code.hooks import output_is_read, step_arguments
+from lightning_hybrid.strategies.user_code.hooks import step_arguments
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
-    from lightning_hybrid.pipeline.plain import PlainRunner
-    from lightning_hybrid.pipeline.runner import StepResult, TrainContext
 
 
-class LayoutChooser:
+class LayoutChooser(StepPolicy):
     """Checks before each training batch that the layout can run it, and changes the layout otherwise.
 
     Attributes:
@@ -109,16 +104,12 @@ class LayoutChooser:
             self._num_tries = 0
             fallback.announce()
 
-    def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run a training step; where it breaks, run it again by another trace or in another layout."""
-        while True:
-            try:
-                return step(args)
-            except StepBroken as broken:
-                if self._in_optimizer_step:  # of which no line must go on
-                    raise
-                failure = broken
-            self._go_on_after(failure)
+    def recovers(self, attempt: Attempt, error: Exception) -> bool:
+        """Let a step that has left its trace run again by another trace, or in another layout."""
+        if not isinstance(error, StepBroken) or self._in_optimizer_step:  # of which no line must go on
+            return False
+        self._go_on_after(error)
+        return True
 
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
         """Run the optimizer's step, with the training step inside; where that breaks, repeat both."""
@@ -134,49 +125,6 @@ class LayoutChooser:
                 self._in_optimizer_step = before
             module._current_fx_name = hook
             self._go_on_after(failure)
-
-    def run_step(
-        self, name: str, args: Sequence[Any], train: TrainContext | None, *, manual_optimization: bool = False
-    ) -> StepResult:
-        """Run a step; compare full batches with shares of them in the first training batch that may be shared."""
-        run, runner = self._execution.run_step, self._run.plain_runner
-        if train is None or runner is None:
-            return run(name, args, train, manual_optimization=manual_optimization)
-        if self._setting.checks_objective:
-            runner.request_weighting_check(args[0])
-        if not runner.needs_weighting_check:
-            return run(name, args, train, manual_optimization=manual_optimization)
-        if not runner.can_share_batches:
-            self._decide(runner, args, is_written=False)
-            return run(name, args, train, manual_optimization=manual_optimization)
-        in_files = bool(self._run.active.regions)  # of which little may be in memory
-        before = None if in_files else _parameter_sums(self._setting.module)
-        result = run(name, args, train, manual_optimization=manual_optimization)
-        self._decide(runner, args, is_written=before is None or _parameter_sums(self._setting.module) != before)
-        return result
-
-    def _decide(self, runner: PlainRunner, args: Sequence[Any], *, is_written: bool) -> None:
-        setting, run, fit = self._setting, self._run, self._execution.fit
-
-        def decide(*, has_room: bool = True) -> None:
-            with setting.contexts.training_step_hook(), run.gathered():
-                context, compares = run.context("training_step"), setting.checks_objective
-                how = {"compares": compares, "is_written": is_written, "has_room": has_room}
-                runner.decide(setting.module.training_step, args, context, **how)
-
-        if fit is None:
-            decide()
-            return
-        try:
-            fit.guard(decide)
-        except RankOutOfMemory:
-            if runner.can_share_batches or fit.can_double(runner, args[0]):
-                raise
-            from lightning_hybrid.pipeline.compare import describe_uncompared
-
-            self._execution.abandon()
-            fit.guard(partial(decide, has_room=False))  # a microbatch of one sample may fit where two samples do not
-            rank_zero_warn(describe_uncompared())
 
     # -- pipelined ----------------------------------------------------------------------------------------------------
 
@@ -257,17 +205,11 @@ class LayoutChooser:
             self._change_layout(arguments, "")
 
     def _choose_trace(self, arguments: Sequence[Any]) -> None:
-        setting, runner = self._setting, self._run.staged_runner
+        runner = self._run.staged_runner
         assert runner is not None
-        with setting.contexts.training_step_hook():
-            runner.select_next_traces(
-                setting.module.training_step,
-                arguments,
-                step_number=self._batches,
-                context=self._run.context("training_step"),
-                share_output=output_is_read(setting.trainer, "training_step"),
-                around=self._gathered_for_new_traces,
-            )
+        with self._setting.contexts.training_step_hook():
+            call = self._execution.call("training_step", arguments, Backwards())
+            runner.select_next_traces(call, self._gathered_for_new_traces)
 
     @contextlib.contextmanager
     def _gathered_for_new_traces(self, is_recorded: bool) -> Iterator[None]:
@@ -310,12 +252,12 @@ class LayoutChooser:
         assert metrics is not None
         randomness = KeyedRandomness(setting.seed, setting.device)
         _, runner = make_runner(module, world.mesh, world, setting.options, randomness, metrics)
-        context = self._run.context("training_step")
+        call = self._execution.call("training_step", arguments, Backwards())
         try:
             with setting.contexts.training_step_hook():
                 if isinstance(runner, PlainRunner):
-                    return runner.why_not_recordable("training_step", module.training_step, arguments, context)
-                runner.record("training_step", module.training_step, arguments, context)
+                    return runner.why_not_recordable(call)
+                runner.record(call)
         except Exception as error:
             return error
         return None
@@ -327,13 +269,6 @@ class LayoutChooser:
             self.pipelined_batches = self.pipelined_batches[0], self._batches or None
         elif not was_pipelined:
             self.pipelined_batches = self._batches, None
-
-
-def _parameter_sums(module: pl.LightningModule) -> list[float]:
-    """Return sums that show whether this rank's shards of parameters have changed."""
-    with torch.no_grad():
-        local = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]
-        return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in local if not tensor.is_complex()]
 
 
 def with_cuts_of_checkpoint(trainer: pl.Trainer, options: Options, layout: ParallelLayout) -> Options:

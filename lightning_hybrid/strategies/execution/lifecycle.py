@@ -20,11 +20,11 @@ from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.monitors import connect_monitors
 from lightning_hybrid.strategies.description.table import announce_run
 from lightning_hybrid.strategies.execution.first_step import FirstStepCheck
+from lightning_hybrid.strategies.execution.guard import MemoryGuard, guard_trials, searches_batch_size
 from lightning_hybrid.strategies.execution.layout import LayoutChooser, with_cuts_of_checkpoint
-from lightning_hybrid.strategies.execution.steps import StepExecution
+from lightning_hybrid.strategies.execution.steps import StepExecution, StepPolicy
 from lightning_hybrid.strategies.logs.reduction import drop_logger_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput import count_devices_in_throughput
-from lightning_hybrid.strategies.out_of_memory.guard import guard_trials, searches_batch_size
 from lightning_hybrid.strategies.run.build import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.contexts import StepContexts
@@ -119,7 +119,7 @@ class RunLifecycle:
         self.first_step = FirstStepCheck(self)
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
-        self._guard_memory()
+        self.execution.policies = self._policies()
 
     def begin(self, empty: EmptyInit | None) -> bool:
         """Synchronize the initial weights of all ranks, and build the run; collective.
@@ -178,24 +178,28 @@ class RunLifecycle:
             _optimizers_to_device(optimizers, self.setting.device)
         self.state.optimizers.pickle_in_full(optimizers)
 
-    def _guard_memory(self) -> None:
-        """Let all ranks stop together where one runs out of memory, if the user wants something larger tried."""
+    def _policies(self) -> tuple[StepPolicy, ...]:
+        """What is done about training steps, in order; all ranks stop together where larger batches are tried."""
         setting, world = self.setting, self.setting.world
+        policies: tuple[StepPolicy, ...] = self.first_step, self.changes
         fits = setting.is_fitting and setting.options.microbatch is not None
-        if not fits and not (searches_batch_size(setting.trainer) and world.layout.world_size > 1):
-            return
-        from lightning_hybrid.strategies.out_of_memory.fit import (
+        if not fits and searches_batch_size(setting.trainer) and world.layout.world_size > 1:
+            guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
+            world.until_end.callback(guard_trials(world, guard, self._begin_trial, self._abandon_trial))
+        if not setting.is_fitting or not (fits or setting.needs_runner):
+            return policies
+        from lightning_hybrid.strategies.execution.fit import (
             FittingMicrobatches,
+            WeightedMicrobatches,
             check_microbatch_option,
         )
-        from lightning_hybrid.strategies.out_of_memory.guard import MemoryGuard
 
+        if not fits:
+            return *policies, WeightedMicrobatches(self.execution, None)
         guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
-        if fits:
-            check_microbatch_option(setting)
-            self.execution.fit = FittingMicrobatches(setting, guard)
-        else:
-            world.until_end.callback(guard_trials(world, guard, self._begin_trial, self._abandon_trial))
+        check_microbatch_option(setting)
+        fit = FittingMicrobatches(setting, guard)
+        return *policies, WeightedMicrobatches(self.execution, fit), fit
 
     def _begin_trial(self) -> None:
         self._modes = [(each, each.training) for each in self.setting.module.modules()]
@@ -295,17 +299,6 @@ class RunLifecycle:
         self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------
-
-    def training_step(self, args: Sequence[Any]) -> Any:
-        """Run a training step in the layout that can run it; return the output of the user's step for the batch."""
-
-        def in_layout(args: Sequence[Any]) -> Any:
-            return self.execution.training_step(args, self.changes.run_step)
-
-        def verified(args: Sequence[Any]) -> Any:
-            return self.first_step.training_step(args, in_layout)
-
-        return self.changes.training_step(args, verified)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward, and compare the gradients of the first step; return the loss, of shape ``()``."""

@@ -14,6 +14,7 @@ from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
+from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.strategies.logs.phases import phase
 from lightning_hybrid.strategies.run.run import RecordedBatch, Run
@@ -67,8 +68,9 @@ class ModulePartition:
         is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
         if is_tried and isinstance(runner, StepRunner) and recorded:
             with setting.contexts.advice(), phase("comparing the loss of microbatches with that of their batch"):
-                context = self._context("training_step")
-                warn_of_mixed_samples(setting.trainer, setting.module, runner, recorded, context)
+                step, context = setting.module.training_step, self._context("training_step")
+                call = Call("training_step", step, recorded[0], recorded[1:], context)
+                warn_of_mixed_samples(setting.trainer, setting.module, runner, call)
         self.has_step = recorded is not None
         if recorded and setting.is_fitting:
             assert self.run.runner is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,6 +24,7 @@ from lightning_hybrid.pipeline.measure import (
 )
 from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.staged import StepRunner
+from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.batch.split import (
     BatchSplitter,
@@ -97,7 +99,8 @@ def record_first_step(
             f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
             " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
         )
-    record = partial(runner.record, name, getattr(module, name), arguments, context(name))
+    call = Call(name, getattr(module, name), batch, arguments[1:], context(name))
+    record = partial(runner.record, call)
     is_recorded = _record(trainer, module, runner, name, record, optimizers_exist=optimizers_exist)
     for state in before:
         state.restore()
@@ -156,29 +159,28 @@ def warn_of_mixed_samples(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     runner: StepRunner,
-    arguments: Sequence[Any],
-    context: Callable[[], AbstractContextManager[Any]],
+    call: Call,
 ) -> None:
     """Measure on the samples of two microbatches how these weigh in their loss; collective over the world.
 
     Where no weights give the loss of a batch, its gradients included, a warning says so, and batches are not split. All
-    ranks have recorded the training step, this one with ``arguments``; it runs in ``context``.
+    ranks have recorded the training step, this one by ``call``.
     """
     assert runner.plan.first is not None
-    batch, *rest = arguments
+    batch = call.batch
     count = runner.count("training_step", batch)
     is_empty = any(tensor.is_meta or is_absent(tensor) for tensor in (*module.parameters(), *module.buffers()))
     is_tried = count > 1 and not (is_empty or runner.plan.first.written)
     if not trainer.strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
         return
-    some = split(batch, max(1, count // 2))[0][0]
+    some = dataclasses.replace(call, batch=split(batch, max(1, count // 2))[0][0])
     randomness = KeyedRandomness(0, trainer.strategy.root_device)
     uncompiled = EagerSwitch()
     uncompiled.on()
     try:
         with current_hook(module, "training_step"), torch.compiler.set_stance("force_eager"):
             agree = partial(trainer.strategy.reduce_boolean_decision, all=False)
-            found, is_recorded, has_room = _measured(module, runner, some, rest, randomness, context, agree)
+            found, is_recorded, has_room = _measured(module, runner, some, randomness, agree)
     finally:
         uncompiled.off()
     weighting = agree_on_weighting(None, found)
@@ -199,25 +201,23 @@ def warn_of_mixed_samples(
 def _measured(
     module: pl.LightningModule,
     runner: StepRunner,
-    batch: Any,
-    rest: Sequence[Any],
+    call: Call,
     randomness: KeyedRandomness,
-    context: Callable[[], AbstractContextManager[Any]],
     agree: Callable[[bool], bool],
 ) -> tuple[LossWeighting, bool, bool]:
     """How the halves of a batch weigh in its loss and gradients, whether by recorded means, and if there was memory."""
     had_no_room = False
 
     def step(part: Any) -> Any:
-        return module.training_step(part, *rest)
+        return call.on(part)()
 
     def note(error: Exception) -> bool:
         nonlocal had_no_room
         had_no_room = had_no_room or is_out_of_memory(error)
         return False
 
-    found = measured = measure_weighting(module, step, batch, 2, None, randomness, context, note)
-    compared = runner.compare_recorded_means(module.training_step, [batch, *rest], context, note)
+    found = measured = measure_weighting(module, step, call.batch, 2, None, randomness, call.context, note)
+    compared = runner.compare_recorded_means(call, note)
     uses_means = True
     if not compared:
         found = LossWeighting() if runner.has_weighted_means else found
@@ -229,9 +229,9 @@ def _measured(
         differing = next(each for each in compared if not each.agrees(each.by_samples))
         found = LossWeighting(differing=(differing.full, differing.by_samples))
     first = runner.plan.first
-    one, parts, samples, losses = found.first_with_weights(halves(batch, 2))
+    one, parts, samples, losses = found.first_with_weights(halves(call.batch, 2))
     gradients = compare_gradients(
-        *(module, step, one, parts, samples, losses, randomness, context, contextlib.nullcontext, agree, note),
+        *(module, step, one, parts, samples, losses, randomness, call.context, contextlib.nullcontext, agree, note),
         is_nonlinear=first is not None and (first.recording.has_functions or first.recording.has_hooks),
     )
     if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss

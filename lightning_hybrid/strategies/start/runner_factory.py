@@ -75,18 +75,15 @@ def make_runner(
         "num_microbatches": options.microbatches,
         "splitter": options.batch_splitter,
         "replica": world.data_rank,
-        "metrics": metrics,
-        "unpartitioned": unpartitioned,
         "warn": rank_zero_warn,
     }
     if pipeline.size() == 1:
         shares, everyone = mesh.group("shares" if mesh.sharded_axes else "pp"), mesh.group("data")
         common |= {"shares": shares, "everyone": everyone, "inform": rank_zero_info}
-        return plan, PlainRunner(module, plan, randomness, **common)
-    transport = transport_of(pipeline, device)
+        return plan, PlainRunner(plan, metrics, unpartitioned, **common)
     warn = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
-    common |= {"warn_unsplit": warn}
-    return plan, StepRunner(module, plan, transport, pipeline, randomness, **common)
+    common |= {"transport": transport_of(pipeline, device), "warn_unsplit": warn}
+    return plan, StepRunner(plan, metrics, unpartitioned, **common)
 
 
 def _gather_budget(device: torch.device, num_processes: int) -> int:

@@ -31,8 +31,8 @@ def choosing(module, most, monkeypatch):
     """A cache for the traces of a module's step, of so many signatures: called with a batch it gives the trace."""
     monkeypatch.setattr(choice, "_MAX_SIGNATURES", most)
     plan = StagePlan(module, OneRank(), keyed(), stages_per_rank=2)
-    forms = choice.TraceCache(module, plan, keyed())
-    call = choice.Call("training_step", module.loss, (), contextlib.nullcontext, train=True, modes=plan.modes())
+    forms = choice.TraceCache(plan)
+    call = choice.Call("training_step", module.loss, None, (), contextlib.nullcontext, modes=plan.modes())
     return lambda *batches: forms.choose(call, batches)
 
 

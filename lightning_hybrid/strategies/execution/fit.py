@@ -1,8 +1,13 @@
-"""Steps that run out of memory run again with twice as many microbatches, where the run can repeat them."""
+"""Microbatches of training steps: how they weigh in the loss, and how many fit into memory.
+
+Microbatches of steps without a recording are compared with their batch, until their weights are known. A step that runs
+out of memory runs again with twice as many of them, where the run can repeat it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -18,12 +23,68 @@ from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
 from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.tensors import is_absent
-from lightning_hybrid.strategies.out_of_memory.guard import MemoryGuard, searches_batch_size
+from lightning_hybrid.strategies.execution.guard import MemoryGuard, searches_batch_size
+from lightning_hybrid.strategies.execution.steps import Attempt, StepExecution, StepPolicy
 from lightning_hybrid.strategies.run.setting import Setting
 from lightning_hybrid.strategies.start.callbacks import why_ranks_cannot_stop_together
 
 
-class FittingMicrobatches:
+class WeightedMicrobatches(StepPolicy):
+    """Compares full batches with their microbatches, or with shares of them, in the batches that can show weights."""
+
+    def __init__(self, execution: StepExecution, fit: FittingMicrobatches | None) -> None:
+        """Set up on the execution of steps; a comparison that does not fit into memory is retried by ``fit``."""
+        self._execution, self._fit = execution, fit
+        self._before: list[float] | None = None  # sums of the parameters before the step; None: all are in files
+        self._compares_after = False
+
+    def before(self, attempt: Attempt) -> None:
+        """Compare microbatches, or let the step run on the full batch to be compared with shares of it."""
+        run, setting = self._execution.run, self._execution.setting
+        runner, self._compares_after = run.plain_runner, False
+        if runner is None:
+            return
+        if setting.checks_objective:
+            runner.request_weighting_check(attempt.args[0])
+        if not runner.needs_weighting_check:
+            return
+        if not runner.can_share_batches:
+            self._decide(runner, attempt, is_written=False)
+            return
+        in_files = bool(run.active.regions)  # of which little may be in memory
+        self._compares_after, self._before = True, None if in_files else _parameter_sums(setting.module)
+
+    def after(self, attempt: Attempt) -> None:
+        """Compare the full batch that has run with shares of it."""
+        if self._compares_after and (runner := self._execution.run.plain_runner) is not None:
+            before = self._before
+            is_written = before is None or _parameter_sums(self._execution.setting.module) != before
+            self._decide(runner, attempt, is_written=is_written)
+
+    def _decide(self, runner: PlainRunner, attempt: Attempt, *, is_written: bool) -> None:
+        setting, run, fit = self._execution.setting, self._execution.run, self._fit
+
+        def decide(*, has_room: bool = True) -> None:
+            with setting.contexts.training_step_hook(), run.gathered():
+                compares = setting.checks_objective
+                runner.decide(attempt.call, compares=compares, is_written=is_written, has_room=has_room)
+
+        if fit is None:
+            decide()
+            return
+        try:
+            fit.guard(decide)
+        except RankOutOfMemory:
+            if runner.can_share_batches or fit.can_double(runner, attempt.args[0]):
+                raise
+            from lightning_hybrid.pipeline.compare import describe_uncompared
+
+            self._execution.abandon()
+            fit.guard(partial(decide, has_room=False))  # a microbatch of one sample may fit where two samples do not
+            rank_zero_warn(describe_uncompared())
+
+
+class FittingMicrobatches(StepPolicy):
     """Runs training steps, and doubles the number of microbatches where a step does not fit into memory.
 
     Attributes:
@@ -39,7 +100,7 @@ class FittingMicrobatches:
         self._size = 0.0  # of the present step, on the rank where it is largest
         self._has_doubled = self._has_written = False
 
-    def begin(self, runner: MicrobatchRunner, batch: Any) -> bool:
+    def guards(self, runner: MicrobatchRunner, batch: Any) -> bool:
         """Decide whether the step on ``batch`` is guarded, and return it; collective, on the host."""
         tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
         local = sum(tensor.numel() for tensor in tensors) / runner.count("training_step", batch)
@@ -50,7 +111,7 @@ class FittingMicrobatches:
         runner.is_fatal = is_out_of_memory
         return self.is_guarding
 
-    def note_why_not_run_again(self, error: BaseException) -> None:
+    def explain(self, error: BaseException) -> None:
         """Note on an error that ends the fit why no training step has run again."""
         if isinstance(error, RankOutOfMemory) or not is_out_of_memory(error):
             return
@@ -66,7 +127,11 @@ class FittingMicrobatches:
             )
         add_error_note(error, note)
 
-    def run(self, runner: MicrobatchRunner, run: Callable[[], StepResult]) -> StepResult:
+    def around(self, attempt: Attempt, run: Callable[[], StepResult]) -> Callable[[], StepResult]:
+        """The function that runs the step, guarded if it is to be."""
+        return partial(self._run, attempt.runner, run) if self.is_guarding or self._has_doubled else run
+
+    def _run(self, runner: MicrobatchRunner, run: Callable[[], StepResult]) -> StepResult:
         """Run the step, guarded if it is to be.
 
         Raises:
@@ -103,7 +168,7 @@ class FittingMicrobatches:
         self._has_written = False
         self._guard.run(compare)
 
-    def meet(self) -> None:
+    def before_effects(self) -> None:
         """Wait in a guarded step for all ranks, before effects that cannot be undone."""
         self._guard.meet()
 
@@ -116,13 +181,15 @@ class FittingMicrobatches:
         count, size = runner.count("training_step", batch), batch_size_of(batch)
         return int(self._guard.largest(1 if size is None else ceil(size / count)))
 
-    def double(self, runner: MicrobatchRunner, batch: Any, error: RankOutOfMemory) -> None:
+    def recovers(self, attempt: Attempt, error: Exception) -> bool:
         """Double the number of microbatches after a step that did not fit; collective, on the host.
 
         Raises:
             RankOutOfMemory: The batch cannot be split further, or the step cannot run again.
         """
-        reason, guard = str(error), self._guard
+        if not isinstance(error, RankOutOfMemory):
+            return False
+        runner, batch, reason, guard = attempt.runner, attempt.args[0], str(error), self._guard
         if guard.any_rank(self._has_written):
             raise RankOutOfMemory(
                 f"{reason}; the step cannot run again in smaller microbatches, as training_step writes parameters; set"
@@ -155,6 +222,7 @@ class FittingMicrobatches:
             f'microbatch="auto": {reason}. The step runs again with {2 * now} microbatches of at most'
             f" {ceil(largest / 2)} samples, as later ones will; num_microbatches={2 * now} begins with that number"
         )
+        return True
 
 
 def _parameter_sums(module: nn.Module) -> list[float]:

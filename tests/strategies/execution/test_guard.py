@@ -13,7 +13,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import active_patches
 from lightning_hybrid.shared_memory.collectives import shared_memory
 from lightning_hybrid.shared_memory.transfers import start_all_gather, transfers_of
-from lightning_hybrid.strategies.out_of_memory.guard import MemoryGuard
+from lightning_hybrid.strategies.execution.guard import MemoryGuard
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from lightning_hybrid.pipeline.runtime.program import ActionRecorder, used_bytes
+from lightning_hybrid.pipeline.stages.training import ActionRecorder, used_bytes
 from lightning_hybrid.schedule import Action, Kind
 
 FORWARD, BACKWARD, OPTIMIZER = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Action(Kind.OPTIMIZER, 0)
