@@ -216,7 +216,10 @@ class RowLoss:
         sums: _Sums | None,
         grads: Tensor | None = None,
     ) -> list[Tensor]:
-        """The losses of the chunks, whose gradients are added to ``sums``; ``grads`` are those of rows' losses."""
+        """The losses of the chunks, of shape (rows of the chunk,); their gradients are added to ``sums``.
+
+        ``grads`` are those of rows' losses, of shape (rows,).
+        """
         rows, weight, bias = head
         losses = []
         for span in _spans(len(rows), num_chunks):

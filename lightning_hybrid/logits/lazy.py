@@ -148,7 +148,7 @@ class LazyLogits(ShardedTensorBase):
         return full
 
     def computed(self) -> Tensor:
-        """The logits, computed once; a tensor that holds a shard of the vocabulary where tensor ranks shard it.
+        """The logits, of shape (..., vocabulary), computed once; a local shard of the vocabulary where it is sharded.
 
         They are differentiable, and views share the memory of what they view.
         """

@@ -268,4 +268,4 @@ class FullOrShardedState:
 
 def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:
     """Let the module's ``state_dict()`` raise, until the handle is removed."""
-    return module.register_state_dict_post_hook(temporary_hook(module, refusal))
+    return module.register_state_dict_pre_hook(temporary_hook(module, refusal))

@@ -9,10 +9,14 @@ from torch import nn
 from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent
 
 
-def refuse_partial_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state dict hook that refuses to return parameters that are not on this rank."""
-    del prefix, metadata
-    if elsewhere := [name for name, value in state.items() if is_absent(value)] + _sharded_parameters(module):
+def refuse_partial_state(module: nn.Module, *_: Any) -> None:
+    """A hook before ``state_dict()``, which would wait for ranks that may not call it too.
+
+    Raises:
+        RuntimeError: Parameters or buffers, or shards of them, are not on this rank.
+    """
+    absent_buffers = [name for name, buffer in module.named_buffers() if is_absent(buffer)]
+    if elsewhere := missing_parameters(module) + absent_buffers:
         raise RuntimeError(
             f"{type(module).__name__}.state_dict() was called while {len(elsewhere)} of its parameters (such as"
             f" {elsewhere[0]!r}), or shards of them, are on other ranks; use trainer.save_checkpoint(...) or"
