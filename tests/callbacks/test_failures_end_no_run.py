@@ -32,7 +32,7 @@ FAIL = {
     f"{CALLBACKS}timeline.checksum_of_names": "PipelineTimeline",
     f"{CALLBACKS}lost_time.steps.MeasuredSteps.proposal": "the proposal of other pipeline_cuts",
     f"{CALLBACKS}plot.batch_size_of": "RunPlot",
-    f"{CALLBACKS}pictures.show_plot": "RunPlot",
+    f"{CALLBACKS}plot.logged_panels": "RunPlot",
     f"{MONITORS}throughput.batch_size_of": "ThroughputMonitor",
     f"{MONITORS}throughput.keep_series": "ThroughputMonitor",
     f"{MONITORS}throughput.StepFlopCounter.start": "ThroughputMonitor",
