@@ -230,7 +230,8 @@ def switch_class(thing: Any, kind: type, *, reason: str) -> Callable[[], None]:
 def ignore_warnings(message: str, category: type[Warning] = Warning, *, reason: str) -> Callable[[], None]:
     """Let Python leave out warnings whose text a regular expression matches; returns a function that undoes it."""
     key = object()
-    warnings.filterwarnings("ignore", message, category)
+    # A comment in the expression makes the filter ours: undone, it leaves an equal one of the user's.
+    warnings.filterwarnings("ignore", f"(?:{message})(?#{id(key)})", category)
     added = warnings.filters[0]
 
     def put_back() -> None:

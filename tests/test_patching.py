@@ -5,6 +5,7 @@ import functools
 import inspect
 import itertools
 import pickle
+import warnings
 from types import ModuleType
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_hybrid.patching import (
     active_patches,
     around,
     around_method,
+    ignore_warnings,
     replace,
     replaced,
     replaced_forwards,
@@ -204,3 +206,14 @@ def test_functions_around_a_replaced_step_keep_what_schedulers_set_on_it():
     with replaced(optimizer, "step", wraps(optimizer.step)(lambda: None), reason="one"):
         around = wraps(optimizer.step)(lambda: None)
         assert vars(around)["_wrapped_by_lr_sched"]
+
+
+def test_a_filter_that_is_undone_leaves_an_equal_one_of_the_user():
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.filterwarnings("ignore", "as the user", UserWarning)
+        before = list(warnings.filters)
+        undo = ignore_warnings("as the user", UserWarning, reason="test")
+        assert len(warnings.filters) == len(before) + 1
+        undo()
+        assert warnings.filters == before

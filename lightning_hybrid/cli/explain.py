@@ -18,7 +18,6 @@ from lightning_hybrid.cli.module import (
     refusals,
 )
 from lightning_hybrid.cli.progress import Progress
-from lightning_hybrid.strategies.techniques.experts import ExpertParallel
 from lightning_hybrid.text import print_table
 
 if TYPE_CHECKING:
@@ -108,6 +107,8 @@ def explain(
         content["units"] = units_of(plan.first.assignment, sizes)
         content["stages"] = stages_of(plan.first.assignment, sizes, plan.rank_of)
     content["tensor_plans"] = {fqn: list(each.lines()) for fqn, each in run.plans.items()}
+    from lightning_hybrid.strategies.techniques.experts import ExpertParallel
+
     if (experts := run.technique(ExpertParallel)) is not None:
         content["experts"] = experts.summary
     return content
