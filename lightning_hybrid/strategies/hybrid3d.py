@@ -163,7 +163,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
         compile: Literal["units"] | bool | dict[str, Any] | None = None,
-        techniques: Sequence[Technique] = (),
+        techniques: Sequence[Technique] | None = None,
         example_batch: Any = None,
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,

@@ -6,7 +6,7 @@ import pytest
 
 from harness.example_programs import EXAMPLES
 
-PUBLIC = {"lightning_hybrid", "lightning_hybrid.callbacks", "lightning_hybrid.experts", "lightning_hybrid.verify"}
+PUBLIC = {f"lightning_hybrid{room}" for room in ("", ".callbacks", ".experts", ".techniques", ".verify")}
 PROGRAMS = [*sorted(EXAMPLES.glob("*.py")), *sorted(EXAMPLES.glob("from_ddp/*.py"))]
 ENTRIES = [path for path in sorted(EXAMPLES.iterdir()) if not path.name.startswith(("_", "."))]
 PAGE = (EXAMPLES.parent / "docs" / "examples.md").read_text()

@@ -78,7 +78,7 @@ class Options:
     check_digests: bool = True
     verify_first_step: bool = False
     strict_layout: bool = False
-    techniques: Sequence[Technique] = ()
+    techniques: Sequence[Technique] | None = None
     process_group_backend: str | None = None
     timeout: timedelta | None = None
     start_method: Literal["popen", "fork"] = "popen"
@@ -223,7 +223,7 @@ class Options:
         return replace(self, sizes=sizes, objective=None, max_memory=None, **others)
 
     def _check_techniques(self) -> None:
-        for each in self.techniques:
+        for each in self.techniques or ():
             if not callable(getattr(each, "build", None)) or isinstance(each, type):
                 raise TypeError(
                     f"techniques has {each!r}; use objects of a class like lightning_hybrid.techniques.LayerTechnique"

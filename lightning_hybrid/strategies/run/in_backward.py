@@ -102,7 +102,7 @@ def check_setting(setting: Setting) -> None:
     if setting.layout.expert_parallel_size > 1:
         size = setting.layout.expert_parallel_size
         raise _refusal(f"expert_parallel_size={size} exchanges gradients after the backward", "set it to 1")
-    changing = [each for each in setting.options.techniques if getattr(each, "changes_gradients", False)]
+    changing = [each for each in setting.options.techniques or () if getattr(each, "changes_gradients", False)]
     if changing:
         raise _refusal(f"{type(changing[0]).__name__} changes complete gradients, which are freed then", "leave it out")
     if away := {"parameters", "gradients"} & setting.options.offloaded.keys():

@@ -45,7 +45,7 @@ def techniques_of(run: Any) -> tuple[Technique, ...]:
         from lightning_hybrid.strategies.techniques.activations import StoredActivations
 
         found.append(StoredActivations())
-    found += options.techniques  # of the user: inside what stores and gathers, around what computes
+    found += options.techniques or ()  # of the user: inside what stores and gathers, around what computes
     if options.compile not in (None, False):  # compiled code has neither gathers nor hooks
         from lightning_hybrid.strategies.techniques.compile import CompiledLayers
 

@@ -66,8 +66,9 @@ class MeasuresMemory(pl.Callback):
             if is_absent(p):
                 self.absent.append(name)
             else:
-                self.start[name] = p.detach().clone()
-                self.stored_bytes += p.untyped_storage().nbytes()
+                with torch._C.DisableTorchFunction():  # a read of one rank alone
+                    self.start[name] = p.detach().clone()
+                    self.stored_bytes += p.untyped_storage().nbytes()
         self.buffers = {name: b.clone() for name, b in pl_module.named_buffers()}
 
 
