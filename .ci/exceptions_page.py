@@ -37,7 +37,8 @@ def page() -> str:
                 if node.name in re.findall(r"`(\w+)`", classes)
             )
             meaning = " ".join(summary.split()).replace("``", "`")
-            lines.append(f"| `{node.name}` | {bases} | {meaning}{has} | {links} |\n")
+            anchor_of_class = f'<a id="{node.name.lower()}"></a>'
+            lines.append(f"| {anchor_of_class}`{node.name}` | {bases} | {meaning}{has} | {links} |\n")
     return INTRODUCTION + "".join(lines)
 
 

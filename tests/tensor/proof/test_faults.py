@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.params.placement import Replicated, Shard
-from lightning_hybrid.tensor import region as entrances
+from lightning_hybrid.tensor.collectives import leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.proof.proof import proof_of
 from lightning_hybrid.tensor.runtime import linears as linears
@@ -51,7 +51,7 @@ def fused(sequence_parallel=None):
 
 def test_missing_gradient_sum_at_a_region_input(monkeypatch):
     plan, proof = fused()
-    monkeypatch.setattr(entrances, "enter", lambda tensor, ranks, readers: tensor)
+    monkeypatch.setattr(linears, "enter", lambda tensor, ranks, readers: tensor)
     assert "relative difference" in proof.first_failure(plan)
 
 
@@ -141,10 +141,10 @@ def test_bias_added_by_every_rank(monkeypatch, sequence_parallel):
 
     def row(self, linear, run, x, *args, **kwargs):
         sequence = self.sequence
-        if sequence is not None and sequence.exchanges(linear.fqn):
+        if sequence.exchanges(linear.fqn):
             x = sequence.to_positions(x, linear.fqn)
         out = run(x, True, *args, **kwargs)
-        return self._leave(out) if sequence is None else sequence.reduce_scatter(out, sequence.inner)
+        return sequence.reduce_scatter(out, sequence.inner) if sequence.is_sharded else leave(out, self._ranks)
 
     monkeypatch.setattr(ParallelLinears, "_row", row)
     assert "output 0" in proof.first_failure(plan)

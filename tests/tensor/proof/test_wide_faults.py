@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_hybrid.params.placement import Piece, Replicated, Shard
-from lightning_hybrid.tensor import region as entrances
 from lightning_hybrid.tensor.proof import narrow as narrowing
 from lightning_hybrid.tensor.proof.narrow import narrow_layer
 from lightning_hybrid.tensor.runtime import linears as linears
@@ -40,7 +39,7 @@ def planned(sizes, sequence_parallel=None):
 
 
 def without_sum(monkeypatch, plan):
-    monkeypatch.setattr(entrances, "enter", lambda tensor, ranks, readers: tensor)
+    monkeypatch.setattr(linears, "enter", lambda tensor, ranks, readers: tensor)
     return plan
 
 
