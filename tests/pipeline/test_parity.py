@@ -317,6 +317,10 @@ class CountsBytes(Callback):
 
     def count(self):
         gc.collect()
+        with torch._C.DisableTorchFunction():  # of this rank alone
+            return self._bytes()
+
+    def _bytes(self):
         known = {tensor.untyped_storage().data_ptr() for tensor in self.earlier}
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in live_tensors()}
         return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in known)
