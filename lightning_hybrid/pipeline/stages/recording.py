@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.step.recording.guards import BranchCheck
 from lightning_hybrid.step.recording.record import record
 from lightning_hybrid.step.replay.stage import StageReplay
+from lightning_hybrid.step.standins.numbers import is_absent_number
 from lightning_hybrid.step.standins.tensors import MARK
 from lightning_hybrid.step.tracing.recording import Recording
 
@@ -86,7 +86,7 @@ def record_once(
 
     def log(name: str, value: Any, *_: Any, **__: Any) -> None:
         if not isinstance(value, Metric) and getattr(value, MARK, None) is None:
-            is_known = isinstance(value, bool | int | float) and not math.isnan(value)
+            is_known = isinstance(value, bool | int | float) and not is_absent_number(value)
             logs.append((name, float(value) if is_known else None))
 
     grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
