@@ -37,8 +37,9 @@ class LiveBytes(TorchDispatchMode):
 
     def track(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of tensors of any shape that exist already."""
-        for tensor in tensors:
-            self._add(tensor)
+        with torch._C.DisableTorchFunction():  # a hook would gather them
+            for tensor in tensors:
+                self._add(tensor)
 
     def add_constant(self, nbytes: int) -> None:
         """Count bytes that stay."""
