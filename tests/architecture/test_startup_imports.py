@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+PACKAGE = Path(__file__).parents[2] / "lightning_hybrid"
 MOST_MODULES = 290  # of 690; of a run on two replicas
 UNUSED_ROOMS = {"tensor", "experts", "verify", "slow_links", "cli", "equivalence"}
 UNUSED = (
@@ -11,8 +13,9 @@ UNUSED = (
     "predict.search",
     "predict.time",
     "pipeline.staged",
-    "step.recording.record_step",
+    "step.recording.record",
 )
+UNUSED_BY_STAGES = ("tensor", "experts", "logits", "verify", "cli", "zero", "predict.search")
 
 PROGRAM = """
 import json, sys
@@ -28,16 +31,38 @@ class Report(pl.Callback):
             print(json.dumps([ours, "torch.distributed.checkpoint" in sys.modules]))
 
 trainer = pl.Trainer(
-    strategy="hybrid3d_fork", devices=2, accelerator="cpu", max_steps=1, callbacks=[Report()], logger=False,
+    strategy=lightning_hybrid.Hybrid3DStrategy(start_method="fork", **json.loads(sys.argv[1])), devices=2,
+    accelerator="cpu", max_steps=1, callbacks=[Report()], logger=False,
     limit_val_batches=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
-trainer.fit(BoringModel())
+module = BoringModel()
+module.layer = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
+trainer.fit(module)
 """
 
 
+def imported(**options):
+    """The modules that a run of two ranks has imported, and whether torch's checkpoints are among them."""
+    command = [sys.executable, "-c", PROGRAM, json.dumps(options)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    line = next(line for line in run.stdout.splitlines() if line.startswith("[["))
+    (ours, has_torch_checkpoints), _ = json.JSONDecoder().raw_decode(line)  # another rank may print behind it
+    return [name.removeprefix("lightning_hybrid.") for name in ours], has_torch_checkpoints
+
+
 def test_two_replicas_import_no_room_that_they_do_not_use():
-    run = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
-    ours, has_torch_checkpoints = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[[")))
-    names = [name.removeprefix("lightning_hybrid.") for name in ours]
+    names, has_torch_checkpoints = imported()
     assert not [name for name in names if name.split(".")[0] in UNUSED_ROOMS or name.startswith(UNUSED)]
     assert len(names) < MOST_MODULES and not has_torch_checkpoints
+
+
+def test_two_stages_import_no_technique_that_they_do_not_use():
+    names, _ = imported(pipeline_parallel_size=2)
+    assert "pipeline.staged" in names
+    assert not [name for name in names if name.startswith(UNUSED_BY_STAGES)]
+
+
+def test_what_must_not_be_imported_exists():
+    for name in (*UNUSED_ROOMS, *UNUSED, *UNUSED_BY_STAGES):
+        path = PACKAGE / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").is_file(), name

@@ -22,7 +22,6 @@ from lightning_hybrid.strategies.start.first_recording import record_first_step,
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.state.layout_changes import Fallback
 from lightning_hybrid.strategies.techniques.order import techniques_of
-from lightning_hybrid.strategies.techniques.tensor import TensorParallel
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ class ModulePartition:
     Attributes:
         run: Of this rank, with what is decided so far.
         may_retry: Whether a training batch may still show that the step can be partitioned after all.
-        has_step: Whether the module has a step of this kind that could be recorded.
         fallback_error: The error on this rank for which ranks hold shards instead, if there was one.
         graph: The recorded training step, of one microbatch, where layers are planned by it.
     """
@@ -43,7 +41,6 @@ class ModulePartition:
     def __init__(self, run: Run, *, may_retry: bool, find_tensor_plan: Callable[..., UnitPlan] | None = None) -> None:
         self.run, self.may_retry = run, may_retry
         self._find_tensor_plan = find_tensor_plan
-        self.has_step = True
         self.fallback_error: Exception | None = None
         self.graph: StepGraph | None = None
         self._setting = run.setting
@@ -71,13 +68,12 @@ class ModulePartition:
                 step, context = setting.module.training_step, self._context("training_step")
                 call = Call("training_step", step, recorded[0], recorded[1:], context)
                 warn_of_mixed_samples(setting.trainer, setting.module, runner, call)
-        self.has_step = recorded is not None
         if recorded and setting.is_fitting:
             assert self.run.runner is not None
             count = self.run.runner.count("training_step", recorded[0])
             self._set(batch=RecordedBatch(batch_size_of(recorded[0]), count))
         try:
-            self._plan_layers(recorded=self.has_step)
+            self._plan_layers(recorded=recorded is not None)
         except LayoutError as error:  # on every rank
             if options.tensor_parallel_plan is not None or setting.layout.expert_parallel_size > 1:
                 plain = self.run.plain_runner
@@ -176,9 +172,11 @@ class ModulePartition:
         )
         self._set(metrics=metrics, plan=plan, runner=runner, techniques=())
         self._set(techniques=techniques_of(self.run))
-        for technique in self.run.techniques:
-            if isinstance(technique, TensorParallel) and self._find_tensor_plan is not None:
-                technique.find = self._find_tensor_plan
+        if self._find_tensor_plan is not None:
+            from lightning_hybrid.strategies.techniques.tensor import TensorParallel
+
+            if (planned := self.run.technique(TensorParallel)) is not None:
+                planned.find = self._find_tensor_plan
         runner.unit_observers += [each.watching for each in self.run.techniques if each.watches(self.run)]
         if runner.unit_observers:
             runner.unit_observers.append(self._keep_graph)
