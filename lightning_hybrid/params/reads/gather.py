@@ -105,6 +105,7 @@ class Stages(OneStage):
 
 
 def _num_bytes(tensor: Tensor | None) -> int:
+    """The bytes of a tensor of any shape as a dense one, so that they are the same on all ranks."""
     assert tensor is not None
     return tensor.numel() * tensor.element_size()
 
@@ -208,7 +209,7 @@ class GatherOnRead(TorchFunctionMode):
         """Drop full tensors: what ranks hold may change."""
         self._write_back()
         for held in self._full_tensors.values():
-            self._room += _nbytes(held.full)
+            self._room += _num_bytes(held.full)
         self._full_tensors, self._last_read = {}, (False, -2)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -300,7 +301,7 @@ class GatherOnRead(TorchFunctionMode):
         if any(self._name_of(other) is not None for other in others) or self._is_kept(first):
             return False
         if (held := self._full_tensors.pop(id(first), None)) is not None:
-            self._room += _nbytes(held.full)
+            self._room += _num_bytes(held.full)
         return True
 
     def _copied(self, tensor: Tensor, fqn: str | None, memo: dict[int, Any]) -> Any:
@@ -363,10 +364,10 @@ class GatherOnRead(TorchFunctionMode):
         self._agree(f"reads {what}", tensors)
         contents = [None if is_absent(tensor) else self._joined(name, tensor.detach()) for name, tensor in tensors]
         fulls = self._stages.send(tensors, contents)
-        self._make_room(sum(_nbytes(full) for full in fulls), busy)
+        self._make_room(sum(_num_bytes(full) for full in fulls), busy)
         for (name, tensor), full in zip(tensors, fulls, strict=True):
             self._full_tensors[id(tensor)] = _FullTensor(tensor, name, full, full._version)
-            self._room -= _nbytes(full)
+            self._room -= _num_bytes(full)
 
     def _joined(self, name: str, local: Tensor) -> Tensor:
         """The full tensor of a shard; collective over the ranks that hold shards."""
@@ -378,7 +379,7 @@ class GatherOnRead(TorchFunctionMode):
                 return
             if not held.is_kept and key not in busy:
                 del self._full_tensors[key]
-                self._room += _nbytes(held.full)
+                self._room += _num_bytes(held.full)
 
     @torch.no_grad()
     def _write_back(self, always: Tensor | None = None) -> None:
@@ -404,11 +405,3 @@ def by_rows(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     content, is_here = change(tensor.to_dense()), change(ones.to_dense())
     rows = is_here.flatten(1).any(1).nonzero()[:, 0]
     return torch.sparse_coo_tensor(rows[None], content[rows], content.shape, is_coalesced=True)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """The bytes of a tensor of any shape; of a sparse one, those of its indices and values."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return tensor.indices().nbytes + tensor.values().nbytes
-    return tensor.nbytes
