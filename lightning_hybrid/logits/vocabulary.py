@@ -1,6 +1,6 @@
 """The vocabulary shard of a rank: the range of its rows, its local tensor, and the gathered full tensor.
 
-The results of operations on it are defined in ``aten_sharding_rules`` and ``sharded_losses``.
+The results of operations on it are defined in ``sharded`` and ``rules``.
 """
 
 from __future__ import annotations

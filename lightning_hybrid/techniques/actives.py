@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -122,9 +123,15 @@ class Actives(Active):
         """End such code; collective."""
         self._call("free_rank_local_reads")
 
-    def part(self, *, keeps_compiled: bool) -> Actives:
-        """Return those members that run layers in evaluation too, or the others."""
-        return Actives([each for each in self.members if each.keeps_compiled == keeps_compiled])
+    @cached_property
+    def of_steps(self) -> Actives:
+        """The members whose layers run so while a training step runs."""
+        return Actives([each for each in self.members if not each.keeps_compiled])
+
+    @cached_property
+    def until_backward(self) -> Actives:
+        """The members whose layers run so in evaluation too, and until the backward is over."""
+        return Actives([each for each in self.members if each.keeps_compiled])
 
 
 @contextmanager

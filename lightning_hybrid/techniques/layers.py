@@ -71,34 +71,31 @@ class LayerTechnique(Technique):
 
     def build(self, run: Any, owner: Any) -> Active:
         """Connect the layers and parameters of this rank."""
-        changes_layers = type(self).forward is not LayerTechnique.forward
-        layers = _RunLayers(self, run.local_layers()) if changes_layers else _Layers(self)
-        layers.module = run.setting.module
-        return layers
+        kind = _Gradients if type(self).forward is LayerTechnique.forward else _Layers
+        return kind(self, run)
 
     def lines(self, run: Any) -> list[str]:
         """Return the line of the start table: the class."""
         return [f"technique: {type(self).__name__}"]
 
 
-class _Layers(Active):
+class _Gradients(Active):
     """The gradients of this rank."""
 
-    module: nn.Module
-
-    def __init__(self, technique: LayerTechnique) -> None:
-        self._technique = technique
+    def __init__(self, technique: LayerTechnique, run: Any) -> None:
+        self._technique, self._module = technique, run.setting.module
 
     def complete_gradients(self) -> None:
-        self._technique.gradients({n: p for n, p in self.module.named_parameters() if p.grad is not None})
+        if self._technique.changes_gradients:
+            self._technique.gradients({n: p for n, p in self._module.named_parameters() if p.grad is not None})
 
 
-class _RunLayers(_Layers):
+class _Layers(_Gradients):
     """The layers of this rank too, while a step runs."""
 
-    def __init__(self, technique: LayerTechnique, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__(technique)
-        self._layers = layers
+    def __init__(self, technique: LayerTechnique, run: Any) -> None:
+        super().__init__(technique, run)
+        self._layers = run.local_layers()
 
     def running(self) -> AbstractContextManager[None]:
         return replaced_forwards(self._layers, self._around, reason=type(self._technique).__name__)

@@ -48,7 +48,7 @@ def test_what_none_does_is_nothing():
 def test_facts_are_those_of_any_or_of_all():
     actives = Actives([Active(), Averages()])
     assert actives.reduces_gradients and not actives.can_roll_back and not actives.guards_loaders
-    assert [type(each) for each in actives.part(keeps_compiled=True).members] == [Averages]
+    assert [type(each) for each in actives.until_backward.members] == [Averages]
     alone = Actives()
     assert alone.can_roll_back and alone.guards_loaders and not alone.reduces_gradients
 

@@ -350,7 +350,7 @@ class StepExecution:
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
         """Run the user's step without a runner, with compiled layers if there are any."""
-        layers = self.run.active.part(keeps_compiled=True)
+        layers = self.run.active.until_backward
         if not layers.replaces_layers:
             return self._logged_step(name, args)
         self._until_backward.close()

@@ -162,7 +162,7 @@ class Run:
     def context(self, name: str) -> Any:
         """Return the factory of the context around one run of the step ``name``."""
         # Where a runner runs the layers, it enters these itself.
-        layers = None if self.runner is not None else self.active.part(keeps_compiled=False)
+        layers = None if self.runner is not None else self.active.of_steps
         around = () if layers is None else (layers.running, layers.around_step)
         return self.setting.contexts.of(name, delays_loggers=self.runner is not None, around_layers=around)
 

@@ -2,7 +2,7 @@
 
 A step that updates one parameter at a time is right on each rank's shard. One that takes a norm over all of them, or a
 step count from the first one, is not; which of the two a class of the user's is, only its run can show. So it runs as
-hooks of the user do: absent tensors of other ranks are tracked, and sent where their content is needed.
+hooks of the user do: what it reads of other ranks is gathered, and what it does not read is not sent.
 """
 
 from __future__ import annotations
