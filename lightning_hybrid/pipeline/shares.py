@@ -325,9 +325,8 @@ class MicrobatchLoop:
                 self._gradients.registered.run(),
             ):
                 # Compiled code shows neither lines nor autograd functions; a mode would be compiled with it.
-                eager = path is not None or (index == 0 and learns is not None)
-                stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
-                with path or contextlib.nullcontext(), stance, code or contextlib.nullcontext():
+                is_eager = path is not None or (index == 0 and learns is not None)
+                with path or contextlib.nullcontext(), _stance(is_eager), code or contextlib.nullcontext():
                     output = self._call.on(microbatch)()
                 if runner.gathers_outputs:
                     output = _gathered(self._root, output)
@@ -338,7 +337,8 @@ class MicrobatchLoop:
                 self.scales_gradients = True if code is not None and code.has_functions else self.scales_gradients
                 if index == 0 and learns is not None and learns(code is not None and not code.is_empty):
                     return
-                with runner.guards.off():
+                # A layer that is recomputed saves the tensors that its forward has saved: compiled code saves others.
+                with runner.guards.off(), _stance(is_eager):
                     self.losses.append(self._backward(output, seeds[index], index))
                 backwards.recorder.add_since_last(Action(Kind.B, 0, index))
             self.outputs.append(map_leaves(detached, output) if self._call.trains else output)
@@ -377,6 +377,10 @@ class MicrobatchLoop:
         found = MicrobatchResults(weights, loss_weights, by_samples, self.logs.entries(), losses, sizes, self.outputs)
         found.appended = {} if self._appended is None else self._appended.rows
         return found
+
+
+def _stance(is_eager: bool) -> AbstractContextManager[object]:
+    return torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
 
 
 def _gathered(root: nn.Module, output: Any) -> Any:

@@ -104,10 +104,11 @@ class CompiledPeak(PeakAndReport):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == LARGE.num_batches - 1:
-            held = find_holders(pl_module, trainer.optimizers, torch.device("cpu"))
-            self.before = sum(bytes_by_kind(held).values())
             self.live = PeakMeter(torch.device("cpu"))
-            self.live.start(p.grad for p in pl_module.parameters() if isinstance(p.grad, torch.Tensor))
+            with torch._C.DisableTorchFunction():  # the memory of this rank, not full gradients
+                held = find_holders(pl_module, trainer.optimizers, torch.device("cpu"))
+                self.before = sum(bytes_by_kind(held).values())
+                self.live.start(p.grad for p in pl_module.parameters() if isinstance(p.grad, torch.Tensor))
 
     def on_train_batch_end(self, *_):
         if self.live is not None:
@@ -125,6 +126,7 @@ COMPILED = replace(LARGE, strategy={"compile": {"backend": "aot_eager"}}, callba
         pytest.param(replace(COMPILED, microbatches=4, pp=2), id="pp2", marks=pytest.mark.slow),
         pytest.param(replace(COMPILED, case=GPT2, tp=2), id="tp2", marks=pytest.mark.slow),
         pytest.param(replace(COMPILED, case=GPT2, microbatches=1), id="none"),
+        pytest.param(replace(COMPILED, case=GPT2, microbatches=2), id="microbatches"),
     ],
 )
 @pytest.mark.extended  # by default in tests/memory/test_budget_of_compiled_layers.py, without a Trainer
@@ -133,8 +135,9 @@ def test_compiled_layers(worlds, run):
     plain = worlds.run(run.world_size, fit, run, timeout=300)
     generous = worlds.run(run.world_size, fit, with_budget(run, "1GB"), timeout=300)
     highest = max(max(rank.extra["peaks"]) for rank in generous)
+    tolerance = 0.05 if run.tp > 1 else 0.01  # when messages of tensor ranks are released varies by run
     floor = max(rank.extra["report"][0] for rank in generous)
-    assert highest == pytest.approx(max(max(rank.extra["peaks"]) for rank in plain), rel=0.01)
+    assert highest == pytest.approx(max(max(rank.extra["peaks"]) for rank in plain), rel=tolerance)
     # Of layers of equal work those are kept that cost least: the last one, which fits just above the floor, and then
     # only as many as a budget for uncompiled layers allows.
     budget = int(floor + (0.1 if run.case is GPT2 else 0.6) * (highest - floor))
