@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_hybrid.optimizers.offloaded import OffloadedStates
-from lightning_hybrid.optimizers.replacement import replace_step
+from lightning_hybrid.optimizers.replacement import Place, replace_step
 from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile
 from lightning_hybrid.params import store
 
@@ -52,7 +52,7 @@ class AllParametersStep(OffloadedStates):
         self._by_address: dict[int, _FileRegion] = {}
         self._original = optimizer.step
         step = lambda _, *args, **kwargs: self._step(*args, **kwargs)  # noqa: E731
-        self._undo = replace_step(optimizer, step, reason="offloaded states, all at once")
+        self._undo = replace_step(optimizer, step, Place.STATES, reason="offloaded states, all at once")
 
     def adopt(self) -> None:
         """Offload states that were loaded."""

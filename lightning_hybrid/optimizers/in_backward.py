@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
-from lightning_hybrid.optimizers.replacement import step_after_closure
-from lightning_hybrid.optimizers.subset import only_parameters, without_step_hooks
+from lightning_hybrid.optimizers.replacement import Place, only_parameters, step_after_closure, without_step_hooks
 from lightning_hybrid.params.guards import below_read_guards
 from lightning_hybrid.step.objects.tensors import GradientHook
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -89,7 +88,7 @@ class StepsInBackward:
         self._present: set[int] = set()
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._original = optimizer.step
-        self._undo = step_after_closure(optimizer, self._finish, reason="steps in the backward")
+        self._undo = step_after_closure(optimizer, self._finish, Place.BACKWARD, reason="steps in the backward")
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Begin a backward of this rank; ``is_last`` tells whether it completes the gradients of its parameters."""

@@ -20,12 +20,13 @@ from lightning_hybrid.host_copies import HostCopies
 from lightning_hybrid.optimizers.host_pipeline import HostStepPipeline
 from lightning_hybrid.optimizers.offloaded import OffloadedStates
 from lightning_hybrid.optimizers.replacement import (
-    STEP_HOOKS,
-    call_step_hooks,
+    Place,
+    only_parameters,
     step_after_closure,
+    step_hooks_once,
+    without_step_hooks,
 )
 from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile, aligned, state_tensors
-from lightning_hybrid.optimizers.subset import only_parameters, without_step_hooks
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, state_element_sizes
 from lightning_hybrid.params import store
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -69,7 +70,7 @@ class LayerwiseStep(OffloadedStates):
         self._pipeline = self._pipeline_to_host()
         self._in_file: set[int] = set()  # data_ptr() of tensors in the file
         self._original = optimizer.step
-        self._undo = step_after_closure(optimizer, self._step, reason="offloaded states, layer by layer")
+        self._undo = step_after_closure(optimizer, self._step, Place.STATES, reason="offloaded states, by layer")
 
     def _add_parameters(self) -> None:
         """Take the optimizer's parameters, and those that were added to it since, layer by layer.
@@ -145,19 +146,17 @@ class LayerwiseStep(OffloadedStates):
                 self._begin_layer(number, members, {}, following=number - 1)
 
     def _step(self, kwargs: dict[str, Any]) -> None:
-        optimizer, stepped = self._optimizer, set(self._stepped)
+        stepped = set(self._stepped)
         self._add_parameters()
         if not stepped:
             self.check()
         self._stepped.clear()
-        call_step_hooks(optimizer, optimizer.__dict__.get(STEP_HOOKS[0]))
-        with without_step_hooks(optimizer):  # once per step, not once per layer
+        with step_hooks_once(self._optimizer):
             for number, members in enumerate(self._layers):
                 if left := [p for p in members if id(p) not in stepped]:
                     self._begin_layer(number, left, kwargs, following=number + 1)
             if self._pipeline is not None:
                 self._pipeline.wait()
-        call_step_hooks(optimizer, optimizer.__dict__.get(STEP_HOOKS[1]))
 
     def _begin_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any], *, following: int) -> None:
         """Step parameters of one layer, at once or in the pipeline; reads the layer ``following`` ahead."""

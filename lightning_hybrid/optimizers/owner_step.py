@@ -13,7 +13,6 @@ of others. It takes two all-to-alls along each axis that shards its parameters.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.tensors import TensorSpec, exchange_tensors
-from lightning_hybrid.optimizers.replacement import (
-    STEP_HOOKS,
-    call_step_hooks,
-    step_after_closure,
-)
+from lightning_hybrid.optimizers.replacement import Place, step_after_closure, step_hooks_once
 from lightning_hybrid.params import store
 from lightning_hybrid.params.owners import axes_of
 from lightning_hybrid.params.placement import Shard, join, shard_tensor
@@ -57,7 +52,7 @@ class OwnerStep:
         self._rounds: list[list[str]] = []
         self._add_parameters()
         self._original = optimizer.step
-        self._undo = step_after_closure(optimizer, self._step, reason="steps full parameters at their owners")
+        self._undo = step_after_closure(optimizer, self._step, Place.FULL, reason="steps full parameters at owners")
 
     def close(self) -> None:
         """Restore the optimizer's own step; its states stay at the owners."""
@@ -117,21 +112,15 @@ class OwnerStep:
             return
         self._add_parameters()
         everything = [dict(group) for group in optimizer.param_groups]
-        hooks = {name: optimizer.__dict__.get(name) for name in STEP_HOOKS}
-        call_step_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
-        try:
-            for name in STEP_HOOKS:  # once per step, not once per round
-                optimizer.__dict__[name] = OrderedDict()
-            sharded = {id(p) for p in self._parameters.values()}
-            self._step_only(everything, lambda p: id(p) not in sharded, kwargs)
-            for names in self._rounds:
-                self._step_round(names, everything, kwargs)
-        finally:
-            for group, before in zip(optimizer.param_groups, everything, strict=True):
-                group["params"] = before["params"]
-            for name, saved in hooks.items():
-                optimizer.__dict__[name] = saved
-        call_step_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
+        sharded = {id(p) for p in self._parameters.values()}
+        with step_hooks_once(optimizer):
+            try:
+                self._step_only(everything, lambda p: id(p) not in sharded, kwargs)
+                for names in self._rounds:
+                    self._step_round(names, everything, kwargs)
+            finally:
+                for group, before in zip(optimizer.param_groups, everything, strict=True):
+                    group["params"] = before["params"]
 
     def _step_only(
         self, everything: Sequence[dict[str, Any]], is_stepped: Callable[[Tensor], bool], kwargs: dict[str, Any]

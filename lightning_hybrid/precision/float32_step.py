@@ -25,8 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.errors import PrecisionError
-from lightning_hybrid.optimizers.replacement import STEP_HOOKS, replace_step
-from lightning_hybrid.optimizers.subset import only_parameters
+from lightning_hybrid.optimizers.replacement import STEP_HOOKS, Place, only_parameters, replace_step
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
 from lightning_hybrid.params import store
 from lightning_hybrid.patching import replace
@@ -93,7 +92,7 @@ class Float32Step:
         self._is_divisible = self._skips_missing and steps_independently(optimizer)
         self._original, self._load_original = optimizer.step, optimizer.load_state_dict
         reason = "steps in float32"
-        self._undo = replace_step(optimizer, self._step_after_closure, reason=reason)
+        self._undo = replace_step(optimizer, self._step_after_closure, Place.FLOAT32, reason=reason)
         self._undo_load = replace(optimizer, "load_state_dict", self._load, reason=reason)
 
     def close(self) -> None:

@@ -285,7 +285,7 @@ def _after_steps(
         callback(self)
         return result
 
-    return replace_step(optimizer, step, reason="records each step")
+    return replace_step(optimizer, step, None, reason="records each step")
 
 
 def perturbation(precision: str) -> float:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.optimizers.replacement import step_after_closure
+from lightning_hybrid.optimizers.replacement import Place, step_after_closure
 from lightning_hybrid.params import store
 from lightning_hybrid.params.placement import Shard, join, padded
 from lightning_hybrid.zero.group import all_gather_single
@@ -37,7 +37,7 @@ class ShardedStep:
         """
         self._optimizer, self._ranks, self._placements = optimizer, ranks, placements
         self._original = optimizer.step
-        self.close = step_after_closure(optimizer, self._step, reason="sharded states")
+        self.close = step_after_closure(optimizer, self._step, Place.SHARDS, reason="sharded states")
 
     def _step(self, kwargs: dict[str, Any]) -> None:
         every = [p for group in self._optimizer.param_groups for p in group["params"]]

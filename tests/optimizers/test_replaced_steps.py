@@ -2,10 +2,11 @@
 
 import warnings
 
+import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.optimizers.replacement import replace_step, step_after_closure
+from lightning_hybrid.optimizers.replacement import Place, replace_step, step_after_closure
 
 
 def test_a_scheduler_accepts_a_step_that_is_replaced_twice():
@@ -14,9 +15,9 @@ def test_a_scheduler_accepts_a_step_that_is_replaced_twice():
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     undos = []
-    for _ in range(2):
+    for place in (Place.FULL, Place.STATES):
         original = optimizer.step
-        undos.append(step_after_closure(optimizer, lambda kwargs, original=original: original(), reason="a test"))
+        undos.append(step_after_closure(optimizer, lambda kwargs, original=original: original(), place, reason="test"))
     optimizer.step()
     scheduler.step()  # warns, which is an error here, where torch's mark of the first step is not found
     for undo in reversed(undos):
@@ -28,7 +29,7 @@ def test_a_scheduler_sees_the_replaced_step():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     steps = []
-    undo = step_after_closure(optimizer, steps.append, reason="a test")
+    undo = step_after_closure(optimizer, steps.append, Place.STATES, reason="a test")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
@@ -39,7 +40,16 @@ def test_a_scheduler_sees_the_replaced_step():
 
 def test_the_undo_restores_the_step():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
-    undo = replace_step(optimizer, lambda self, closure=None: "replaced", reason="a test")
+    undo = replace_step(optimizer, lambda self, closure=None: "replaced", Place.FULL, reason="a test")
     assert optimizer.step() == "replaced"
     undo()
     assert optimizer.step() is None
+
+
+def test_a_replacement_inside_of_an_outer_one_is_an_error():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    undo = step_after_closure(optimizer, lambda kwargs: None, Place.STATES, reason="a test")
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # wraps the step
+    with pytest.raises(AssertionError, match="STATES"):
+        step_after_closure(optimizer, lambda kwargs: None, Place.FLOAT32, reason="a test")
+    undo()

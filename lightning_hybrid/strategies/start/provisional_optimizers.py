@@ -77,7 +77,7 @@ def _not_stepping(strategy: Any) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(replaced(strategy, "optimizer_step", run_closure, reason=reason))
         for optimizer in strategy.optimizers:
-            undo.callback(replace_step(optimizer, run_closure, reason=reason))
+            undo.callback(replace_step(optimizer, run_closure, None, reason=reason))
         yield
 
 

@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_hybrid.memory.recompute.profile import LiveBytes
-from lightning_hybrid.optimizers.replacement import replace_step
+from lightning_hybrid.optimizers.replacement import Place, replace_step
 from lightning_hybrid.optimizers.state_file import HOST
 from lightning_hybrid.params.guards import can_guard
 
@@ -51,7 +51,7 @@ def _fuse(optimizer: Optimizer) -> Callable[[], None]:
             finally:
                 first.remove()
 
-    return replace_step(optimizer, step, reason="fused steps on the host")
+    return replace_step(optimizer, step, Place.FUSED, reason="fused steps on the host")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.optimizers.replacement import STEP_HOOKS, replace_step
+from lightning_hybrid.optimizers.replacement import STEP_HOOKS, Place, replace_step
 from lightning_hybrid.patching import replaced
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def read_in_later_hooks(
                         hook(self, args, kwargs)
         return result
 
-    return replace_step(optimizer, step, reason="later hooks read full parameters")
+    return replace_step(optimizer, step, Place.HOOKS, reason="later hooks read full parameters")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
-from lightning_hybrid.optimizers.replacement import replace_step
+from lightning_hybrid.optimizers.replacement import Place, replace_step
 from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.params.reads.hooks import HookReads
@@ -70,7 +70,7 @@ def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], 
             return original(*args, **kwargs)
 
     adopt_states(optimizer, reads)
-    return replace_step(optimizer, step, reason="reads full parameters")
+    return replace_step(optimizer, step, Place.FULL, reason="reads full parameters")
 
 
 def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -87,7 +87,7 @@ def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor
 
         return original(averaged)
 
-    return replace_step(optimizer, step, reason="searches by the mean loss")
+    return replace_step(optimizer, step, Place.SEARCH, reason="searches by the mean loss")
 
 
 def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
@@ -105,7 +105,8 @@ def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], 
             zero_grad(*args, **kwargs)
 
     why = "works on shards"
-    undo, undo_clear = replace_step(optimizer, step, reason=why), replace(optimizer, "zero_grad", clear, reason=why)
+    undo = replace_step(optimizer, step, Place.GUARDS, reason=why)
+    undo_clear = replace(optimizer, "zero_grad", clear, reason=why)
 
     def undo_both() -> None:
         undo()
