@@ -80,6 +80,10 @@ class LocalShards:
         self.owners = ParameterOwners(self.shardings)
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
 
+    def __bool__(self) -> bool:
+        """Whether an axis shards parameters at all."""
+        return bool(self.shardings)
+
     @property
     def names(self) -> set[str]:
         """FQNs of the sharded parameters."""

@@ -58,7 +58,7 @@ class UnpartitionedSteps:
         self,
         root: nn.Module,
         plan: StagePlan,
-        parts: Callable[[], LocalShards | None],
+        parts: Callable[[], LocalShards],
         replica: dist.ProcessGroup,
         randomness: KeyedRandomness,
         meet: Meet,
@@ -73,7 +73,7 @@ class UnpartitionedSteps:
         Args:
             root: The user's module.
             plan: The ranks of the pipeline that own each parameter.
-            parts: Returns the local shards of the parameters; None if this rank has them in full.
+            parts: Returns the local shards of the parameters.
             replica: All ranks that receive the same batch.
             randomness: Keys the random numbers of steps.
             meet: As for ``HookAgreement``.
@@ -102,7 +102,7 @@ class UnpartitionedSteps:
     def gathering_mode(self, agree_on: Callable[[str], None], room: int) -> StepReads:
         """The mode that gathers parameters when a step reads them."""
         stages = Stages(self._plan.ranks_of, self._plan.group, self._randomness.device)
-        parameters, shards = dict(self._root.named_parameters()), self._parts() or LocalShards(self._root, ())
+        parameters, shards = dict(self._root.named_parameters()), self._parts()
         return StepReads(parameters, shards, stages, agree_on, room=room)
 
     def is_gathered_on_read(self, name: str) -> bool:
@@ -115,8 +115,7 @@ class UnpartitionedSteps:
 
     def _sharded_axes(self, name: str) -> set[str]:
         """The mesh axes over which a parameter is sharded."""
-        parts = self._parts()
-        return set() if parts is None else {cut.axis for cut in parts.shardings if name in cut.placements}
+        return {cut.axis for cut in self._parts().shardings if name in cut.placements}
 
     def gather_when_read(self, where: str) -> StepReads:
         """The mode that gathers parameters which code outside of steps reads; collective over the replica.

@@ -278,7 +278,7 @@ def compare_first_step(
     mesh: Mesh,
     device: torch.device,
     precision: str,
-    parts: LocalShards | None = None,
+    parts: LocalShards,
 ) -> Verdict:
     """Compare losses, gradients and the gradient norm; collective over all ranks.
 
@@ -306,12 +306,12 @@ def compare_first_step(
     smallest = max((largest for _, largest, _ in expected.values()), default=0.0) * last_digit
     for order, (name, parameter) in enumerate(parameters.items(), 1):
         dtype, _, noise = expected.get(name, (None, 0.0, 0.0))
-        shape = parameter.shape if parts is None else parts.full_shape(name, parameter)
+        shape = parts.full_shape(name, parameter)
         reference = None if dtype is None else _broadcast(single, name, torch.empty(shape, dtype=dtype, device=device))
         if is_absent(parameter):
             continue
         gradient = parameter.grad
-        if parts is not None and gradient is not None:
+        if gradient is not None:
             gradient = parts.full_state_of(parameter, gradient)
         if gradient is not None:  # on the host, if it is offloaded there
             gradient = (gradient if gradient.layout == torch.strided else gradient.to_dense()).to(device)

@@ -115,8 +115,8 @@ def places_of(offloaded: Mapping[str, str], device: torch.device) -> dict[str, P
 
 def without_techniques(run: Run) -> Run:
     """Return a plan of the run without ZeRO, offload and recomputation, for estimates of its memory only."""
-    shardings = [] if run.parts is None else [each for each in run.parts.shardings if each.axis not in _OVER_REPLICAS]
-    parts = LocalShards(run.setting.module, shardings) if shardings else None
+    shardings = [each for each in run.parts.shardings if each.axis not in _OVER_REPLICAS]
+    parts = LocalShards(run.setting.module, shardings)
     options = dataclasses.replace(run.setting.options, offload=None)
     setting = dataclasses.replace(run.setting, options=options)
     return dataclasses.replace(run, setting=setting, parts=parts, techniques=(), active=Actives())
@@ -139,7 +139,7 @@ class _Stages:
         self._run = run
         self._plan = run.plan if run.is_pipelined and run.plan is not None and run.plan.is_partitioned else None
         self.count = 1 if self._plan is None else self._plan.num_stages
-        shardings: Sequence[AxisSharding] = [] if run.parts is None else run.parts.shardings
+        shardings: Sequence[AxisSharding] = run.parts.shardings
         self._shardings = shardings
         self._before_zero = [sharding for sharding in shardings if sharding.axis not in _OVER_REPLICAS]
 

@@ -91,7 +91,7 @@ def local_names(run: Run) -> list[str]:
 
 def _local(run: Run, *, sharded: bool = True) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
     """Yield the FQN, the parameter and the shape of the local shard; before ZeRO without ``sharded``."""
-    shardings = [] if run.parts is None else run.parts.shardings
+    shardings = run.parts.shardings
     if not sharded:
         shardings = [each for each in shardings if each.axis not in ("dp_shard", "ep_shard")]
     parameters = dict(run.setting.module.named_parameters())
@@ -101,10 +101,7 @@ def _local(run: Run, *, sharded: bool = True) -> Iterator[tuple[str, Any, tuple[
 
 def _average_messages(run: Run) -> Iterator[Messages]:
     mesh, plan = run.mesh, run.plan
-    experts = {
-        n for each in ([] if run.parts is None else run.parts.shardings) if each.axis == "ep" for n in each.placements
-    }
-    sharded = set() if run.parts is None else run.parts.names
+    experts, sharded = run.names_over("ep"), run.parts.names
     reducers: dict[tuple[str, Any], list[tuple[torch.dtype, int, Any]]] = {}
     for name, parameter, shape in _local(run):
         if not parameter.requires_grad:

@@ -134,7 +134,7 @@ class _Described:
         """Estimate the memory of a rank: that of a rank with the same shards in its pipeline."""
         key = (
             *_place(run),
-            *(each.group.rank() for each in ([] if run.parts is None else run.parts.shardings)),
+            *(each.group.rank() for each in run.parts.shardings),
         )
         if key not in self._memories:
             self._memories[key] = self._memory_of_pipeline(run)
@@ -154,7 +154,7 @@ class _Described:
 
     def _shapes(self, run: Run) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
         parameters = dict(run.setting.module.named_parameters())
-        shardings = [] if run.parts is None else run.parts.shardings
+        shardings = run.parts.shardings
         for name in local_names(run):
             full = full_shape(parameters[name])
             yield name, (full, shard_of(shardings, name, full).shape)

@@ -103,9 +103,9 @@ def run_of_rank(run: Run, rank: int) -> Run:
         plan.rank, plan.group = mesh.rank_in("pp"), mesh.group("pp")
     shardings = {
         id(each): dataclasses.replace(each, group=mesh.group(each.axis), places=_places(mesh, each.axis, each.places))
-        for each in ([] if run.parts is None else run.parts.shardings)
+        for each in run.parts.shardings
     }
-    parts = None if run.parts is None else LocalShards(run.setting.module, list(shardings.values()))
+    parts = LocalShards(run.setting.module, list(shardings.values()))
     techniques = tuple(technique.of_rank(shardings) for technique in run.techniques)
     return dataclasses.replace(run, mesh=mesh, plan=plan, parts=parts, techniques=techniques)
 

@@ -83,7 +83,7 @@ def _not_as_planned(run: Run) -> str:
             is_here = plan is None or not plan.is_partitioned or plan.rank in plan.ranks_of(name)
             if is_absent(parameter) == is_here:
                 return f"{name} is {'absent' if is_here else 'present'} there"
-            if is_here and parts is not None:
+            if is_here:
                 planned = shard_of(parts.shardings, name, full_shape(parameter)).shape
                 if tuple(parameter.shape) != tuple(planned):
                     return f"{name} has shape {tuple(parameter.shape)} there, and {tuple(planned)} is its shard"

@@ -126,7 +126,7 @@ class FirstStepCheck(StepPolicy):
         failure, gave_loss = "", True
         world, run = self._owner.setting.world, self._owner.run
         with contextlib.ExitStack() as stack:
-            if is_in_first_copy(world) and run.parts is not None:
+            if is_in_first_copy(world) and run.parts:
                 stack.enter_context(run.parts.summon_full_parameters())
             if world.data_rank == 0:
                 stack.enter_context(self._parameters_of_stages())

@@ -251,7 +251,9 @@ class LayoutChooser(StepPolicy):
 
         assert metrics is not None
         randomness = KeyedRandomness(setting.seed, setting.device)
-        _, runner = make_runner(module, world.mesh, world, setting.options, randomness, metrics)
+        _, runner = make_runner(
+            module, world.mesh, world, setting.options, randomness, metrics, lambda: self._run.parts
+        )
         call = self._execution.call("training_step", arguments, Backwards())
         try:
             with setting.contexts.training_step_hook():

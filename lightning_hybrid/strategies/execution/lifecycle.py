@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute.policies import Recompute
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.monitors import connect_monitors
@@ -112,6 +113,7 @@ class RunLifecycle:
             setting=self.setting,
             randomness=KeyedRandomness(0, world.device),
             mesh=world.mesh,
+            parts=LocalShards(module, ()),
             until_end=contextlib.ExitStack(),
         )
         self.execution = StepExecution(self, evaluated)
@@ -167,7 +169,7 @@ class RunLifecycle:
     @property
     def _is_sharded(self) -> bool:
         """Whether ranks hold shards of parameters, or only some of them."""
-        return self.run.parts is not None or self.run.is_pipelined
+        return bool(self.run.parts) or self.run.is_pipelined
 
     def move_optimizers(self) -> None:
         """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""

@@ -22,7 +22,7 @@ def connect_full_parameter_steps(
     optimizers: Sequence[Optimizer],
     module: nn.Module,
     mesh: Mesh,
-    parts: LocalShards | None,
+    parts: LocalShards,
     is_full: Callable[[], bool],
     until: contextlib.ExitStack,
 ) -> list[Optimizer]:
@@ -32,14 +32,14 @@ def connect_full_parameter_steps(
         optimizers: Of the Trainer.
         module: The user's.
         mesh: The ranks that parameters are sharded over.
-        parts: Local shards; None if no parameter is sharded.
+        parts: Local shards.
         is_full: Whether parameters are full on every rank now.
         until: Restores the optimizers when it is closed.
 
     Returns:
         Those that step full parameters at owners.
     """
-    if parts is None:
+    if not parts:
         return []
     names = {id(p): name for name, p in module.named_parameters()}
     stepped_at_owners = []

@@ -29,7 +29,7 @@ from lightning_hybrid.strategies.user_code.optimizers import (
 def read_full_parameters_in_manual_steps(
     optimizers: Sequence[Optimizer],
     module: nn.Module,
-    parts: LocalShards | None,
+    parts: LocalShards,
     shardings: Sequence[AxisSharding],
     agreement: HookAgreement,
     is_full: Callable[[], bool],
@@ -40,7 +40,7 @@ def read_full_parameters_in_manual_steps(
     Args:
         optimizers: That the user's step calls, without those that owners step.
         module: The user's.
-        parts: Local shards between steps; None if no parameter is sharded.
+        parts: Local shards between steps.
         shardings: Those of ``parts`` that remain while the user's step runs: over tensor ranks and experts.
         agreement: By which ranks find out that they do not read the same.
         is_full: Whether parameters are full on every rank now.
@@ -49,7 +49,7 @@ def read_full_parameters_in_manual_steps(
     Returns:
         Those that read full parameters over other ranks than those of ZeRO.
     """
-    if parts is None:
+    if not parts:
         return []
     named = dict(module.named_parameters())
     at_rest = HookReads(named, parts, agreement)

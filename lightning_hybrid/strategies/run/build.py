@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 
 from lightning_hybrid.params.gradient_hooks import on_full_gradient
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.strategies.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run import Optimization, Run
@@ -76,7 +77,13 @@ def build_run(
         The run; the decisions on it, if there were any; whether all initial values were assigned.
     """
     randomness = KeyedRandomness(setting.seed, setting.device)
-    run = Run(setting=setting, mesh=setting.world.mesh, randomness=randomness, until_end=contextlib.ExitStack())
+    run = Run(
+        setting=setting,
+        mesh=setting.world.mesh,
+        parts=LocalShards(setting.module, ()),
+        randomness=randomness,
+        until_end=contextlib.ExitStack(),
+    )
     partition: ModulePartition | None = None
     with _closed_on_error(run):
         if setting.needs_runner:
@@ -88,8 +95,7 @@ def build_run(
             run = decide_without_runner(run)
         drop_plan = None if owner.state.is_full else run.plan
         is_filled = fills_empty and setting.empty is not None and setting.empty.fill(drop_plan)
-        if run.parts is not None:
-            run.parts.shard_parameters(setting.module)
+        run.parts.shard_parameters(setting.module)
         run = _build_techniques(run, owner)
         setting.averages.follow(setting.module, drop_plan, run.parts, owner.averaged_state)
     return run, partition, is_filled
@@ -110,11 +116,11 @@ def _build_techniques(run: Run, owner: RunOwner) -> Run:
         built.insert(0, technique.build(run, owner))
         run = dataclasses.replace(run, active=Actives(built))
     active, runner = run.active, run.runner
-    if run.parts is not None:
+    if run.parts:
         run.until_end.callback(around_validation(setting.trainer, active.begin_evaluation, active.end_evaluation))
     if runner is None:
         return run
-    if run.parts is not None:
+    if run.parts:
         parts, names = run.parts, {id(parameter): name for name, parameter in setting.module.named_parameters()}
         runner.guards.gradient_hook = lambda parameter, registration, hook: on_full_gradient(
             registration, parts, names[id(parameter)], hook
@@ -159,7 +165,6 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
     from lightning_hybrid.params.reads.conversions import skip_absent_parameters
     from lightning_hybrid.params.reads.gather import Stages
     from lightning_hybrid.params.reads.hooks import HookReads
-    from lightning_hybrid.params.shards import LocalShards
     from lightning_hybrid.pipeline.stages.plan import buffer_owners
     from lightning_hybrid.strategies.user_code.loaders import wrap_loaders
     from lightning_hybrid.strategies.user_code.watched import summarize_full_parameters, wrap_user_hooks
@@ -174,7 +179,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
         stage_ranks = HookAgreement(stages.group, setting.device, meet)
     reads = HookReads(
         parameters,
-        run.parts or LocalShards(module, ()),
+        run.parts,
         HookAgreement(run.mesh.group("holders"), setting.device, meet, "layer's"),
         stages,
         stage_ranks,

@@ -64,7 +64,7 @@ def connect_steps_in_backward(
         raise _refusal("a callback observes the averages of gradients", "remove the callback")
     [optimizer] = optimizers
     check_optimizer(optimizer, is_watched=any(other is optimizer for other in watched))
-    if run.parts is not None and any(p in run.parts.owners for g in optimizer.param_groups for p in g["params"]):
+    if any(p in run.parts.owners for g in optimizer.param_groups for p in g["params"]):
         name = type(optimizer).__name__
         raise _refusal(f"{name} steps full parameters, whose shards go to their owners", "use an elementwise optimizer")
     is_partitioned = run.plan is not None and run.plan.is_partitioned

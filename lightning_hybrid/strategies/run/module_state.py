@@ -91,14 +91,11 @@ class FullOrShardedState:
 
     # -- full or sharded ----------------------------------------------------------------------------------------------
 
-    def shard(self, parts: LocalShards | None) -> None:
-        """Mark the module as sharded; its own ``state_dict()`` then refuses to emit empty tensors.
-
-        ``parts`` is None if this rank has full parameters of its stages.
-        """
+    def shard(self, parts: LocalShards) -> None:
+        """Mark the module as sharded; its own ``state_dict()`` then refuses to emit empty tensors."""
         self.is_full = False
         self._guard = _guarded(self._module, refuse_partial_state)
-        if parts is not None:
+        if parts:
             hook = temporary_hook(self._module, shard_loading_hook(parts, self._module))
             self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
 
@@ -120,8 +117,7 @@ class FullOrShardedState:
             self._refuse(check_is_full)
             return
         device = torch.device("cpu") if place is Place.HOST else None
-        if run.parts is not None:
-            run.parts.unshard_parameters(device=device)
+        run.parts.unshard_parameters(device=device)
         run.active.forget()
         unshard_parameters(run.plan, kept_on=device)
         run.setting.averages.unshard_parameters()
@@ -198,8 +194,7 @@ class FullOrShardedState:
 
     @property
     def _shards(self) -> LocalShards:
-        parts = None if self._run is None else self._run.parts
-        return parts or LocalShards(self._module, ())
+        return LocalShards(self._module, ()) if self._run is None else self._run.parts
 
     @property
     def mesh(self) -> Mesh:

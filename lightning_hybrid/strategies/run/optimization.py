@@ -66,7 +66,7 @@ def connect_optimizers(
 def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
     setting, undo = run.setting, run.until_end
     _check_optimizers(optimizers, run.plan)
-    check_quantized_states(optimizers, setting.options, is_sharded=run.parts is not None)
+    check_quantized_states(optimizers, setting.options, is_sharded=bool(run.parts))
     reducers, tied, counted = connect_gradients(
         setting.module,
         run.plan,
@@ -74,13 +74,13 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         averages=not run.active.reduces_gradients or setting.is_manual,
         experts=run.names_over("ep"),
         reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
-        sharded=frozenset() if run.parts is None else run.parts.names,
+        sharded=run.parts.names,
     )
     for reducer in reducers.values():
         undo.callback(reducer.close)
     counted_parameters = [p for p in setting.module.parameters() if id(p) in counted]
     parts = _parts_of_norms(run)
-    if parts is not None:
+    if parts:
         counted = {id(p) for p in counted_parameters if parts.is_first_owner(p)}
     _connect_precision(run, counted, parts)
     _step_in_float32(run, optimizers)
@@ -103,17 +103,17 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
             setting.module,
             num_replicas=setting.world.mesh.size("data"),
             has_copies=run.mesh.size("data") > 1 or bool(run.gathered_shardings) or run.is_pipelined,
-            sharded=frozenset() if run.parts is None else run.parts.names,
+            sharded=run.parts.names,
             is_manual=setting.is_manual,
             unaveraged=lambda: {key: name for each in reducers.values() for key, name in each.unaveraged.items()},
-            is_sharded=run.parts is not None or run.is_pipelined,
+            is_sharded=bool(run.parts) or run.is_pipelined,
             steps_in_backward=setting.options.optimizer_in_backward,
             steps_in_float32=isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32,
         ),
     )
 
 
-def _parts_of_norms(run: Run) -> LocalShards | None:
+def _parts_of_norms(run: Run) -> LocalShards:
     """Return what of each gradient this rank has when it is clipped, and which ranks count it."""
     if not run.setting.is_manual:
         return run.parts
@@ -123,12 +123,12 @@ def _parts_of_norms(run: Run) -> LocalShards | None:
     return LocalShards(run.setting.module, [*_shardings_in_step(run), *counted_once])
 
 
-def _connect_precision(run: Run, counted: set[int], parts: LocalShards | None) -> None:
+def _connect_precision(run: Run, counted: set[int], parts: LocalShards) -> None:
     """Let gradients be clipped by their norm over all ranks, which have these parts of them."""
     setting = run.setting
     if setting.shards_module or isinstance(setting.precision, HybridPrecision):
         axes = ("pp", "cp", "tp" if setting.is_manual and not run.names_over("ep") else "parts")
-        slices = None if parts is None else parts.first_owned_slices
+        slices = parts.first_owned_slices if parts else None
         clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
         precision = setting.mesh_precision
         precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=slices, around_clipping=clipping)
@@ -149,7 +149,7 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
         ParameterNames(setting.module, optimizers),
         seed=setting.seed,
         step=lambda: setting.trainer.global_step,
-        shardings=() if run.parts is None else run.parts.shardings,
+        shardings=run.parts.shardings,
     )
     run.until_end.callback(undo)
 
@@ -220,7 +220,7 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
 def _shardings_in_step(run: Run) -> list[AxisSharding]:
     """The shardings that remain while a step of manual optimization runs: the others are gathered then."""
     gathered = run.gathered_shardings
-    return [] if run.parts is None else [s for s in run.parts.shardings if not any(s is g for g in gathered)]
+    return [s for s in run.parts.shardings if not any(s is g for g in gathered)]
 
 
 def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[OffloadedStates]:
@@ -259,7 +259,7 @@ def _connect_adascale(
     setting, parts = run.setting, run.parts
     mesh = setting.world.mesh
     check_adascale(setting.layout, parts)
-    before = {id(p) for p in counted_parameters if parts is None or parts.is_first_owner(p, within_replica=True)}
+    before = {id(p) for p in counted_parameters if parts.is_first_owner(p, within_replica=True)}
     if not run.is_pipelined and mesh.rank_in("pp"):  # all of them run full batches
         before = set()
     is_copy = bool(run.gathered_shardings) and run.mesh.rank_in("dp_replicate")

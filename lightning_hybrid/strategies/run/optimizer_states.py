@@ -74,8 +74,7 @@ class OptimizerStates:
 
     @property
     def _shards(self) -> LocalShards:
-        parts = None if self._run is None else self._run.parts
-        return parts or LocalShards(self._module, ())
+        return LocalShards(self._module, ()) if self._run is None else self._run.parts
 
     def full_state(self, optimizer: Optimizer, *, of_each_copy: bool = False) -> dict[str, Any]:
         """Gather the state dict of an optimizer on the first rank, or on that of each copy of the model; collective."""
@@ -83,7 +82,7 @@ class OptimizerStates:
             optimizer = optimizer._optimizer
         self.check_files()
         run = self._run
-        is_full = run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None)
+        is_full = run is None or run.plan is None or (run.plan.num_ranks == 1 and not run.parts)
         if is_full:
             return optimizer.state_dict()
         if self._world.is_disconnected:
@@ -134,7 +133,7 @@ class OptimizerStates:
         from lightning_hybrid.checkpoint.read import SavedOptimizer
 
         run, local = self._run, self.local_states
-        is_sharded = run is not None and (run.parts is not None or run.is_pipelined)
+        is_sharded = run is not None and (bool(run.parts) or run.is_pipelined)
         entries = state.shapes(optimizer, local) if isinstance(state, SavedOptimizer) else state["state"]
         check_state_shapes(optimizer, entries, local.names_of(optimizer), is_sharded=is_sharded)
 
@@ -167,7 +166,7 @@ class OptimizerStates:
     def _state_to_pickle(self, optimizer: Optimizer) -> Any:
         local = type(optimizer).__getstate__(optimizer)
         run = self._run
-        is_sharded = run is not None and (run.parts is not None or (run.plan is not None and run.plan.num_ranks > 1))
+        is_sharded = run is not None and (bool(run.parts) or (run.plan is not None and run.plan.num_ranks > 1))
         if not isinstance(local, dict) or "state" not in local or not is_sharded:
             return local
         if self._failed or self._world.is_disconnected:

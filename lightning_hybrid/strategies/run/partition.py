@@ -168,7 +168,7 @@ class ModulePartition:
             options,
             self.run.randomness,
             metrics,
-            parts=lambda: self.run.parts,
+            lambda: self.run.parts,
         )
         self._set(metrics=metrics, plan=plan, runner=runner, techniques=())
         self._set(techniques=techniques_of(self.run))
@@ -197,4 +197,4 @@ class ModulePartition:
         shardings: list[AxisSharding] = []
         for technique in reversed(self.run.techniques):
             shardings += technique.place(self.run, shardings)
-        self._set(parts=LocalShards(self._setting.module, shardings) if shardings else None)
+        self._set(parts=LocalShards(self._setting.module, shardings))

@@ -63,11 +63,11 @@ class Run:
         setting: Of the run.
         randomness: Keys random numbers of steps.
         mesh: The ranks that parameters are sharded over; wider than the world's where pipeline ranks hold shards.
+        parts: The local shards of parameters.
         fallback: Why ranks hold shards in place of stages, if they do.
         plan: The stages and their parameters; None without a runner.
         runner: Runs steps in microbatches; None where the user's steps run unchanged.
         metrics: Synchronizes torchmetrics of the module; None without a runner.
-        parts: The local shards of parameters; None where this rank holds full ones of its stages.
         batch: With which the training step was recorded; None if it was not.
         techniques: What it uses besides stages, from the outermost around a layer to the innermost.
         active: What these do while steps run.
@@ -78,11 +78,11 @@ class Run:
     setting: Setting
     randomness: KeyedRandomness
     mesh: Mesh
+    parts: LocalShards
     fallback: Fallback | None = None
     plan: StagePlan | None = None
     runner: MicrobatchRunner | None = None
     metrics: MetricSync | None = None
-    parts: LocalShards | None = None
     batch: RecordedBatch | None = None
     techniques: tuple[Technique, ...] = ()
     active: Actives = dataclasses.field(default_factory=Actives)
@@ -156,8 +156,7 @@ class Run:
 
     def names_over(self, axis: str) -> set[str]:
         """Return the FQNs of parameters that are sharded over an axis of the mesh."""
-        shardings = [] if self.parts is None else self.parts.shardings
-        return {name for sharding in shardings if sharding.axis == axis for name in sharding.placements}
+        return {name for sharding in self.parts.shardings if sharding.axis == axis for name in sharding.placements}
 
     def context(self, name: str) -> Any:
         """Return the factory of the context around one run of the step ``name``."""

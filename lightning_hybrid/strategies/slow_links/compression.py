@@ -57,8 +57,8 @@ def _copies_beside_other_parameters(run: Any) -> set[str]:
     if run.plan is not None and run.plan.is_partitioned:
         names = (name for name, _ in run.setting.module.named_parameters())
         copies |= {name for name in names if len(run.plan.ranks_of(name)) > 1}
-    if run.setting.layout.tensor_parallel_size > 1 and run.parts is not None:
-        sharded = {name for axis in run.parts.shardings if axis.axis == "tp" for name in axis.placements}
+    if run.setting.layout.tensor_parallel_size > 1 and run.parts:
+        sharded = run.names_over("tp")
         copies |= {name for name, _ in run.setting.module.named_parameters() if name not in sharded}
         copies |= {
             name
@@ -117,10 +117,7 @@ class CompressionState:
         method = self._average.method
         if not isinstance(method, PowerSGD):
             return {}
-        parts = self._run.parts
-        sharded = (
-            set() if parts is None else {n for axis in parts.shardings for n in axis.placements if axis.axis == "tp"}
-        )
+        sharded = self._run.names_over("tp")
         factors = {name: factor.cpu() for name, factor in method.factors.items() if name not in sharded}
         if not self._run.is_pipelined:
             return factors

@@ -199,10 +199,7 @@ class LocalRounds(RunCallback):
         Ranks that hold copies of a parameter must send it beside the same others: the order in which ranks are added up
         depends on the position in a message, and so do the last bits of a sum.
         """
-        plan, parts = self._run.plan, self._run.parts
-        sharded = (
-            set() if parts is None else {n for axis in parts.shardings for n in axis.placements if axis.axis == "tp"}
-        )
+        plan, sharded = self._run.plan, self._run.names_over("tp")
         messages: dict[Hashable, list[list[str]]] = {}
         for name, parameter in self._parameters.items():
             ranks = () if plan is None else tuple(plan.ranks_of(name))

@@ -71,7 +71,7 @@ def _elsewhere(parameter: Tensor, template: Mapping[str, Any]) -> dict[str, Any]
 
 
 def local_states(
-    states: Mapping[str, Mapping[str, Any]], module: nn.Module, parts: LocalShards | None
+    states: Mapping[str, Mapping[str, Any]], module: nn.Module, parts: LocalShards
 ) -> dict[str, dict[str, Any]]:
     """Select the states of this rank's parameters from full ones, by FQN, and shard them."""
     local: dict[str, dict[str, Any]] = {}
@@ -79,10 +79,9 @@ def local_states(
         for name, parameter in module.named_parameters():
             if name not in states or is_absent(parameter):
                 continue
-            shape = parameter.shape if parts is None else parts.full_shape(name, parameter)
+            shape = parts.full_shape(name, parameter)
             local[name] = {
-                key: parts.shard(name, value) if parts is not None and _has(shape, value) else value
-                for key, value in states[name].items()
+                key: parts.shard(name, value) if _has(shape, value) else value for key, value in states[name].items()
             }
     return local
 

@@ -163,7 +163,7 @@ def check_outer_optimizer(outer: Optimizer | None, run: Any) -> None:
     Raises:
         LayoutError: Its step of shards is not that of full parameters, or may combine parameters of several ranks.
     """
-    is_sharded = run.parts is not None and bool(run.parts.shardings)
+    is_sharded = bool(run.parts)
     if outer is None or not (is_sharded or run.is_pipelined):
         return
     combines = combines_parameters(outer)

@@ -37,8 +37,7 @@ def make_runner(
     options: Options,
     randomness: KeyedRandomness,
     metrics: MetricSync,
-    *,
-    parts: Callable[[], LocalShards | None] = lambda: None,
+    parts: Callable[[], LocalShards],
 ) -> tuple[StagePlan, MicrobatchRunner]:
     """Make the stage plan of a full module, and the runner of its steps.
 

@@ -55,7 +55,7 @@ class FullGradients:
         self,
         module: nn.Module,
         plan: StagePlan,
-        parts: LocalShards | None,
+        parts: LocalShards,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -75,17 +75,14 @@ class FullGradients:
             if name in present:
                 self._full[name] = self._gathered(name, parameter, plan, parts, mesh)
 
-    def _gathered(
-        self, name: str, parameter: nn.Parameter, plan: StagePlan, parts: LocalShards | None, mesh: Mesh
-    ) -> Tensor:
+    def _gathered(self, name: str, parameter: nn.Parameter, plan: StagePlan, parts: LocalShards, mesh: Mesh) -> Tensor:
         holders = plan.ranks_of(name)
         full = None
         if plan.rank in holders:
             gradient = parameter.grad
             full = torch.zeros_like(parameter) if gradient is None else gradient.detach()
             full = full.to_dense() if full.is_sparse else full
-            if parts is not None:
-                full = parts.unshard(name, full)
+            full = parts.unshard(name, full)
             if self._are_complete and plan.rank != holders[0]:
                 full = torch.zeros_like(full)
         shape = parameter.shape if full is None else full.shape
@@ -99,7 +96,7 @@ class FullGradients:
         return total
 
     @torch.no_grad()
-    def give(self, module: nn.Module, plan: StagePlan | None, parts: LocalShards | None) -> None:
+    def give(self, module: nn.Module, plan: StagePlan | None, parts: LocalShards) -> None:
         """Assign each parameter its shard of the gradients, under the new layout."""
         for name, parameter in module.named_parameters():
             full = self._full.get(name)
@@ -107,7 +104,7 @@ class FullGradients:
                 continue
             if not self._are_complete and plan is not None and plan.ranks_of(name)[0] != plan.rank:
                 continue  # the sum over the pipeline ranks that hold it is still to come
-            local = full if parts is None else parts.shard_of(name, parameter, full)
+            local = parts.shard_of(name, parameter, full)
             parameter.grad = local.to(parameter.device).clone()
 
 

@@ -46,7 +46,7 @@ class WeightAverages:
         self._is_resumed = trainer.state.fn == "fit" and trainer.ckpt_path is not None
         self._undo = contextlib.ExitStack()
         self._plan: StagePlan | None = None
-        self._parts: LocalShards | None = None
+        self._parts = LocalShards(trainer.lightning_module, ())
 
     @property
     def copies(self) -> list[nn.Module]:
@@ -57,7 +57,7 @@ class WeightAverages:
         self,
         module: pl.LightningModule,
         plan: StagePlan | None,
-        parts: LocalShards | None,
+        parts: LocalShards,
         gather: Callable[[nn.Module], dict[str, Any]],
     ) -> None:
         """Shard the copies as the module is sharded; ``gather`` returns the state dict of a copy to save (collective).
@@ -73,8 +73,7 @@ class WeightAverages:
             if isinstance(callback, StochasticWeightAveraging):
                 copy.to(callback._device or module.device)  # as it does when it begins to average
             drop_absent_in_copy(module, copy)
-            if parts is not None:
-                parts.shard_parameters(copy)
+            parts.shard_parameters(copy)
             self._shard_copy(callback, module, parts, gather)
         self._plan, self._parts = plan, parts
 
@@ -96,7 +95,7 @@ class WeightAverages:
         self,
         callback: Any,
         module: nn.Module,
-        parts: LocalShards | None,
+        parts: LocalShards,
         gather: Callable[[nn.Module], dict[str, Any]],
     ) -> None:
         average = callback._average_model
@@ -110,7 +109,7 @@ class WeightAverages:
                 return {**(own if prefix else {}), **{prefix + name: value for name, value in gather(copy).items()}}
 
         def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:
-            load_module_state(average, state, parts or LocalShards(module, ()), strict=strict, prefix=prefix)
+            load_module_state(average, state, parts, strict=strict, prefix=prefix)
 
         members: dict[str, Any] = {"state_dict": state_dict, "load_state_dict": load_state_dict}
         if prefix == "":  # SWA moves its copy when it begins to average; it is there, and what is absent cannot move
@@ -129,10 +128,9 @@ class WeightAverages:
         self._undo.close()
         if self._plan is not None:
             for copy in self.copies:
-                if self._parts is not None:
-                    self._parts.unshard_parameters(copy)
+                self._parts.unshard_parameters(copy)
                 unshard_parameters(self._plan, copy)
-            self._plan = self._parts = None
+            self._plan = None
 
     def leave(self) -> None:
         """Restore the callbacks, whatever the copies hold."""

@@ -40,7 +40,7 @@ def has_adascale(trainer: Any) -> bool:
     return any(isinstance(callback, GradientNoise) for callback in trainer.callbacks)
 
 
-def check_adascale(layout: ParallelLayout, parts: LocalShards | None) -> None:
+def check_adascale(layout: ParallelLayout, parts: LocalShards) -> None:
     """Refuse AdaScale and GoodputMonitor where they cannot observe gradients before and after their average, each once.
 
     Raises:
@@ -52,7 +52,7 @@ def check_adascale(layout: ParallelLayout, parts: LocalShards | None) -> None:
             f" expert_parallel_size={layout.expert_parallel_size} of them before any replica has them; set"
             " expert_parallel_size=1"
         )
-    if parts is not None and parts.has_repeated_shards:
+    if parts.has_repeated_shards:
         raise ValueError(
             "AdaScale and GoodputMonitor cannot count gradients of which several of the"
             f" {layout.tensor_parallel_size} tensor ranks hold the same shard (fewer key heads than ranks); set a"
