@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid import HybridPrecision
-from lightning_hybrid.strategies.techniques.fused_adam import fuse_steps
+from lightning_hybrid.techniques.fused_adam import fuse_steps
 
 OPTIONS = {"plain": {}, "master weights": {"master_weights": True}, "stochastic": {"stochastic_rounding": True}}
 

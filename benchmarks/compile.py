@@ -35,7 +35,7 @@ def compile_time(args: argparse.Namespace) -> None:
     """In this process, without the Trainer: what the strategy does to layers."""
     from torch._dynamo.utils import counters
 
-    from lightning_hybrid.strategies.techniques.compile import CompiledUnits
+    from lightning_hybrid.techniques.compile import CompiledUnits
 
     torch.set_num_threads(1)
     torch.compiler.config.force_disable_caches = True

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.strategies.execution.guard import MemoryGuard
+from lightning_hybrid.run.execution.guard import MemoryGuard
 
 ROUNDS, TIMES = 7, 100
 

@@ -116,7 +116,7 @@ CASES = [
 
 def recorded_costs() -> ModelCosts:
     """Costs of the step of the module itself."""
-    recording = importlib.import_module("lightning_hybrid.strategies.costs")
+    recording = importlib.import_module("lightning_hybrid.planning.costs")
     loader = DataLoader(torch.zeros(BATCH, LENGTH + 1, dtype=torch.long), batch_size=BATCH)
     lightning = importlib.import_module("lightning.pytorch")
     return recording.record_costs(lightning, GPT(adamw), {"train_dataloaders": loader}, "32-true").costs

@@ -25,15 +25,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_hybrid.params.placement import Shard
-from lightning_hybrid.tensor.collectives import GroupRanks
-from lightning_hybrid.tensor.sequence.kernels import FlashOnCpu, Scores
-from lightning_hybrid.tensor.sequence.order import Block, RingOrder
-from lightning_hybrid.tensor.sequence.positions import (
+from lightning_hybrid.sequence.kernels import FlashOnCpu, Scores
+from lightning_hybrid.sequence.order import Block, RingOrder
+from lightning_hybrid.sequence.positions import (
     SequenceSharding,
     to_heads,
     to_positions,
 )
-from lightning_hybrid.tensor.sequence.ring import ring_attention
+from lightning_hybrid.sequence.ring import ring_attention
+from lightning_hybrid.tensor.collectives import GroupRanks
 
 
 class CountingRanks(GroupRanks):

@@ -4,8 +4,8 @@ import torch
 from canvas import BLUE, GREEN, GREY, INK, MUTED, ORANGE, RED, Canvas
 from torch.utils.data import DistributedSampler
 
+from lightning_hybrid.batch.split import split
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.step.batch.split import split
 
 LAYOUT = ParallelLayout(pipeline_parallel_size=2, data_replicate_size=2)
 BATCH, MICROBATCHES = 8, 4  # of each replica

@@ -14,10 +14,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_hybrid.batch.split import batch_size_of
 from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Series
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.step.tracing.recording import find_loss
 
 _ON_DEVICE = 64  # losses that are copied to the host together: each copy waits for a GPU

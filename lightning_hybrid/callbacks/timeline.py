@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from lightning_hybrid.batch.split import batch_size_of, elements_per_sample
 from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.actions import MeasuredStep, Ranks, check_ranks, gather_step
 from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
@@ -33,7 +34,6 @@ from lightning_hybrid.predict.costs.layers import checksum_of_names
 from lightning_hybrid.predict.measured import compared_lines
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split import batch_size_of, elements_per_sample
 
 _PICTURES = (".svg", ".png")
 _WHAT = "PipelineTimeline"

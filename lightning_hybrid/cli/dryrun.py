@@ -102,8 +102,8 @@ def run(parsed: argparse.Namespace) -> int:
 def _described(
     parsed: argparse.Namespace, made: ConfiguredRun, layout: Layout, precision: str, progress: Progress
 ) -> dict[str, Any]:
+    from lightning_hybrid.planning.dry_run.ranks import dry_run
     from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
-    from lightning_hybrid.strategies.dry_run.ranks import dry_run
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     progress.phase("building the module without storage" if not parsed.with_storage else "building the module")

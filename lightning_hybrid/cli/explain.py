@@ -81,7 +81,7 @@ def explain(
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
     """
-    from lightning_hybrid.strategies.planning import PlanRequest, make_plan
+    from lightning_hybrid.planning.plan import PlanRequest, make_plan
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
@@ -107,7 +107,7 @@ def explain(
         content["units"] = units_of(plan.first.assignment, sizes)
         content["stages"] = stages_of(plan.first.assignment, sizes, plan.rank_of)
     content["tensor_plans"] = {fqn: list(each.lines()) for fqn, each in run.plans.items()}
-    from lightning_hybrid.strategies.techniques.experts import ExpertParallel
+    from lightning_hybrid.techniques.experts import ExpertParallel
 
     if (experts := run.technique(ExpertParallel)) is not None:
         content["experts"] = experts.summary

@@ -42,9 +42,9 @@ from lightning_hybrid.predict.search import check_cluster, cluster_of, predict_p
 from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, load_measured_costs
 
 if TYPE_CHECKING:
+    from lightning_hybrid.planning.costs import RecordedCosts
     from lightning_hybrid.predict.costs.layers import ModelCosts
     from lightning_hybrid.predict.layout import NumberFormat
-    from lightning_hybrid.strategies.costs import RecordedCosts
 
 _EXAMPLE = """example:
   lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
@@ -196,7 +196,7 @@ def _record(
 ) -> RecordedCosts:
     import torch
 
-    from lightning_hybrid.strategies.costs import record_costs
+    from lightning_hybrid.planning.costs import record_costs
     from lightning_hybrid.verify.experiment import fit_arguments, namespace_of
 
     torch.manual_seed(0)

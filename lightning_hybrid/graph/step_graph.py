@@ -72,7 +72,7 @@ class Node:
         line: Position in user code, ``file:line``.
         selects_rows: Whether it selects rows of the first dimension by their indices.
         sized_by: Source of its result's size besides shapes; empty if shapes determine it.
-        averages: Kind of average over the batch, or of a factor of it (``step.batch_means``); empty if none.
+        averages: Kind of average over the batch, or of a factor of it (``batch.means``); empty if none.
     """
 
     index: int

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_hybrid.batch.split import copied_batch
 from lightning_hybrid.equivalence.deterministic import WithoutDropoutMode
 from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.pipeline.logs import LogCapture
@@ -25,7 +26,6 @@ from lightning_hybrid.pipeline.runtime.gradients import without_hooks
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.batch.split import copied_batch
 from lightning_hybrid.step.recording.units import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import find_loss
 

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.batch.means import reduction_of
+from lightning_hybrid.batch.merge import join
+from lightning_hybrid.batch.metrics import FullBatchMetrics
+from lightning_hybrid.batch.scalars import BatchScalars
 from lightning_hybrid.collectives.agreement import NumberExchange, digest
 from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.errors import StepError
@@ -23,10 +27,6 @@ from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, MeasuredLogs,
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
-from lightning_hybrid.step.batch.means import reduction_of
-from lightning_hybrid.step.batch.merge import join
-from lightning_hybrid.step.batch.metrics import FullBatchMetrics
-from lightning_hybrid.step.batch.scalars import BatchScalars
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.recording.kept import refuse_absent_numbers
 from lightning_hybrid.step.replay.stage import StageRun

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.batch.means import matching_values
+from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.graph.step_graph import StepGraph
@@ -26,8 +28,6 @@ from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
-from lightning_hybrid.step.batch.means import matching_values
-from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside

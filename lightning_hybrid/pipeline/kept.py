@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.step.batch.merge import join
+from lightning_hybrid.batch.merge import join
 from lightning_hybrid.step.module_state.snapshots import AttributePath, reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensors import as_plain_tensor, detached_leaf, storage_id

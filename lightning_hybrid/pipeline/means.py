@@ -15,14 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.pipeline.compare import trained_without_draws
-from lightning_hybrid.pipeline.logs import LogCapture
-from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
-from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
-from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
-from lightning_hybrid.step.batch.denominators import Count, uneven_masks, weights_differ
-from lightning_hybrid.step.batch.means import (
+from lightning_hybrid.batch.denominators import Count, uneven_masks, weights_differ
+from lightning_hybrid.batch.means import (
     Share,
     count,
     data_dependent_means,
@@ -33,7 +27,7 @@ from lightning_hybrid.step.batch.means import (
     picked_rows,
     reached_by,
 )
-from lightning_hybrid.step.batch.split import (
+from lightning_hybrid.batch.split import (
     BatchSplitter,
     batch_size_of,
     copied_batch,
@@ -41,6 +35,12 @@ from lightning_hybrid.step.batch.split import (
     split,
     without_last_sample,
 )
+from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.pipeline.compare import trained_without_draws
+from lightning_hybrid.pipeline.logs import LogCapture
+from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
+from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside

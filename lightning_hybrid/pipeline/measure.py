@@ -2,7 +2,7 @@
 
 It is not where an objective mixes samples (contrastive pairs, a term for the full batch). Then microbatches train
 another objective than single-process training, as gradient accumulation would. Where the loss is a mean over unmasked
-tokens, microbatches weigh by their number of these (``step.batch_means.find_loss_denominator_in_batch``).
+tokens, microbatches weigh by their number of these (``batch.denominators``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
+from lightning_hybrid.batch.split import BatchSplitter, copied_batch, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.pipeline.compare import GradientMatch, describe_difference
@@ -25,8 +27,6 @@ from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.batch.denominators import Count, Mean, error_bound, find_counts
-from lightning_hybrid.step.batch.split import BatchSplitter, copied_batch, split, split_unevenly
 from lightning_hybrid.step.tracing.recording import find_loss
 
 # Relative differences that rounding may cause, by dtype.

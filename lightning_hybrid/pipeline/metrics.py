@@ -22,10 +22,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import around, replace
-from lightning_hybrid.step.batch.metrics import FullBatchMetrics
 from lightning_hybrid.step.objects.modules import modules_in
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.tracing.metrics import find_sinks, plain_attributes

@@ -18,6 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.batch.split import (
+    batch_size_of,
+    check_count,
+    copied_batch,
+    halves,
+    split,
+    why_unsplit,
+)
 from lightning_hybrid.pipeline.compare import compare_gradients
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.logs import Key, describe_unexplained
@@ -43,14 +51,6 @@ from lightning_hybrid.pipeline.stages.recording import record_once, record_varia
 from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.pipeline.stages.training import Backwards, StepUndone
 from lightning_hybrid.pipeline.unpartitioned import PlainStepRandomness
-from lightning_hybrid.step.batch.split import (
-    batch_size_of,
-    check_count,
-    copied_batch,
-    halves,
-    split,
-    why_unsplit,
-)
 from lightning_hybrid.step.objects.modules import find_layers
 from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.step.standins.kernels import slow_attention

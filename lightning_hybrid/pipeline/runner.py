@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
-from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.techniques.technique import Active
 

@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.batch.merge import join
+from lightning_hybrid.batch.metrics import FullBatchMetrics, MetricCalls, Microbatches, joined_calls
+from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, sizes_of, split
 from lightning_hybrid.collectives.agreement import batches_differ, digest
 from lightning_hybrid.pipeline.exchange import detached
 from lightning_hybrid.pipeline.kept import AppendedEntries, Rows, merged
@@ -26,9 +29,6 @@ from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, split_weight
 from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.schedule import Action, Kind
-from lightning_hybrid.step.batch.merge import join
-from lightning_hybrid.step.batch.metrics import FullBatchMetrics, MetricCalls, Microbatches, joined_calls
-from lightning_hybrid.step.batch.split import BatchSplitter, batch_size_of, sizes_of, split
 from lightning_hybrid.step.module_state.attributes import put
 from lightning_hybrid.step.module_state.snapshots import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves

@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.batch.split import (
+    copied_batch,
+    split,
+)
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.exchange import StepResultExchange, join_results
@@ -28,10 +32,6 @@ from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.plan import TraceVariant, broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.recording import record_once
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
-from lightning_hybrid.step.batch.split import (
-    copied_batch,
-    split,
-)
 from lightning_hybrid.step.replay.stage import StageRun
 from lightning_hybrid.techniques.technique import Active
 

@@ -21,19 +21,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from lightning_hybrid.batch.split import BatchSplitter
 from lightning_hybrid.layout import Objective
 from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.pipeline.stages.training import ActionRecorder
 from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.run.checkpointed import CheckpointedStrategy
+from lightning_hybrid.run.execution.lifecycle import RunLifecycle
+from lightning_hybrid.run.run import Run
+from lightning_hybrid.run.setting import needs_runner
 from lightning_hybrid.schedule import Action, Kind, Span
-from lightning_hybrid.step.batch.split import BatchSplitter
-from lightning_hybrid.strategies.execution.lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
 from lightning_hybrid.strategies.options.options import MicrobatchWeight, Options
 from lightning_hybrid.strategies.private_names import check_private_names
-from lightning_hybrid.strategies.run.checkpointed import CheckpointedStrategy
-from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.run.setting import needs_runner
 from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
 from lightning_hybrid.techniques.technique import Technique

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_hybrid.errors import BatchError
-from lightning_hybrid.randomness.generators import GeneratorStates
-from lightning_hybrid.step.batch.split import (
+from lightning_hybrid.batch.split import (
     batch_size_of,
     choose_count,
     join_batches,
     sizes_of,
     split,
 )
+from lightning_hybrid.errors import BatchError
+from lightning_hybrid.randomness.generators import GeneratorStates
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 

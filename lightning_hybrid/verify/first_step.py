@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.batch.split import split
 from lightning_hybrid.collectives.forbidden import collectives_forbidden
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.batch.split import split
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.verify.compare import as_float64, as_number, farthest, largest_of

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
+from lightning_hybrid.batch.merge import Microbatches, join
+from lightning_hybrid.batch.metrics import FullBatchMetrics
+from lightning_hybrid.batch.split import join_batches, sizes_of
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.batch.merge import Microbatches, join
-from lightning_hybrid.step.batch.metrics import FullBatchMetrics
-from lightning_hybrid.step.batch.split import join_batches, sizes_of
 from lightning_hybrid.step.objects.tensors import detached_leaf
 from lightning_hybrid.step.tracing.metrics import find_sinks
 from lightning_hybrid.step.tracing.recording import find_loss

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torchmetrics import Metric
 
+from lightning_hybrid.batch.split import batch_size_of, split_by_sizes
 from lightning_hybrid.patching import around
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.batch.split import batch_size_of, split_by_sizes
 from lightning_hybrid.verify.data import EVALUATIONS, DataSplit, Piece, Pieces, joined, split_loader
 from lightning_hybrid.verify.record import RunRecord, prediction_leaves
 from lightning_hybrid.verify.steps import has_batch_norm, rows_of_pieces

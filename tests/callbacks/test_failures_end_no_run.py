@@ -15,14 +15,14 @@ from lightning_hybrid.callbacks.monitors.throughput import ThroughputMonitor
 from lightning_hybrid.experts.moe.layer import MoE
 from models.regression import Sequential
 
-CALLBACKS, DESCRIPTION = "lightning_hybrid.callbacks.", "lightning_hybrid.strategies.description."
+CALLBACKS, DESCRIPTION = "lightning_hybrid.callbacks.", "lightning_hybrid.run.description."
 MONITORS = f"{CALLBACKS}monitors."
 FAIL = {
     f"{DESCRIPTION}table.describe_run": "the start table",
     f"{DESCRIPTION}table.memory_of_stages": "the estimated memory",
     f"{DESCRIPTION}monitors._flops_per_sample": "the FLOPs of a step",
     f"{DESCRIPTION}monitors.memory_of_stages": "the estimated memory of a rank",
-    "lightning_hybrid.strategies.execution.steps.bytes_saved_behind": "the measured size",
+    "lightning_hybrid.run.execution.steps.bytes_saved_behind": "the measured size",
     f"{CALLBACKS}actions.Timeline": "the record of a step",
     f"{CALLBACKS}pictures.write_picture": "PipelineTimeline",
     f"{CALLBACKS}timeline.batch_size_of": "PipelineTimeline",

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from harness.fits import FitRecorder
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.batch.split import batch_size_of
 from lightning_hybrid.callbacks import ExpertLoadMonitor, MoEUpcycle
-from lightning_hybrid.step.batch.split import batch_size_of
 from models.cases import Samples, make
 
 MLPS = {"GPT2": "model.transformer.h.*.mlp", "Llama": "model.model.layers.*.mlp", "Layers": "layers.*"}

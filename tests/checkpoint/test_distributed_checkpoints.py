@@ -35,7 +35,7 @@ from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.checkpoint.read import SavedFolder
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.strategies.run import checkpoint_files
+from lightning_hybrid.run import checkpoint_files
 from models.cases import make
 
 ZERO_TP2 = Layout(1, dp=2, tp=2, options=(("zero_stage", 2),))

@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from harness.verification import call_quietly
-from lightning_hybrid.step.batch.split import split
+from lightning_hybrid.batch.split import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
 from lightning_hybrid.verify.compare import compare
 from lightning_hybrid.verify.experiment import LayoutConnection, run_layout, run_once

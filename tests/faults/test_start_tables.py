@@ -8,10 +8,10 @@ import torch
 from faults import attention_modules as a
 from faults import small_modules as s
 from faults.layouts import LAYOUTS
-from strategies.run.test_recompute_budget import LARGE, PeakAndReport, with_budget
+from run.test_recompute_budget import LARGE, PeakAndReport, with_budget
 
 from harness.fits import fit
-from lightning_hybrid.strategies.planning import make_plan
+from lightning_hybrid.planning.plan import make_plan
 
 pl = importlib.import_module("lightning.pytorch")
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_hybrid.tensor.proof.trials import on_ranks
-from lightning_hybrid.tensor.sequence.kernels import (
+from lightning_hybrid.sequence.kernels import (
     EfficientOnCuda,
     FlashOnCuda,
     MatrixProducts,
     kernel_for,
 )
-from lightning_hybrid.tensor.sequence.positions import (
+from lightning_hybrid.sequence.positions import (
     SequenceSharding,
     gather_sequence,
     local_positions,
 )
-from lightning_hybrid.tensor.sequence.ring import ring_attention
+from lightning_hybrid.sequence.ring import ring_attention
+from lightning_hybrid.tensor.proof.trials import on_ranks
 
 pytestmark = [
     pytest.mark.gpu,

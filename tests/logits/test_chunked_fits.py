@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.fits import Run, check, fit
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.strategies.techniques.logits import ChunkedLosses
+from lightning_hybrid.techniques.logits import ChunkedLosses
 from models.hand_written import LENGTH, VOCABULARY, WIDTH, Decoder, Lit, mlp
 from models.wide import BertWide, GPT2Wide, LlamaWide, NanoGPTWide
 

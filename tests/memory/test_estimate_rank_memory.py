@@ -20,14 +20,14 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.predict.ranks import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages, places_of
+from lightning_hybrid.run.execution.steps import FirstActivations
 from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.in_flight import microbatches_in_flight
 from lightning_hybrid.step.recording.record import record
 from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.step.standins.counts import bytes_saved_behind
-from lightning_hybrid.strategies.description.memory import memory_of_ranks, memory_of_stages, places_of
-from lightning_hybrid.strategies.execution.steps import FirstActivations
-from lightning_hybrid.strategies.techniques.zero import Zero
+from lightning_hybrid.techniques.zero import Zero
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_hybrid.optimizers.host_pipeline import HostStepPipeline
 from lightning_hybrid.optimizers.in_backward import StepsInBackward
 from lightning_hybrid.optimizers.layer_step import LayerwiseStep
-from lightning_hybrid.strategies.techniques.fused_adam import fuse_steps
+from lightning_hybrid.techniques.fused_adam import fuse_steps
 
 
 class Copies:

@@ -19,8 +19,8 @@ from lightning_hybrid.optimizers.trial import (
     has_low_bit_states,
     steps_full_parameters,
 )
-from lightning_hybrid.strategies.description.memory import memory_of_stages
-from lightning_hybrid.strategies.optimizer_steps.limits import check_quantized_states
+from lightning_hybrid.run.description.memory import memory_of_stages
+from lightning_hybrid.run.optimizer_steps.limits import check_quantized_states
 from models.quantized_optimizers import MODULES, By8bit, ByBitsandbytes, Uncompiled
 
 NAMES = list(MODULES)

@@ -17,7 +17,7 @@ from lightning_hybrid.callbacks import LocalSGD
 from lightning_hybrid.errors import PrecisionError, StepError
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.precision.float32_step import MASTER_WEIGHT
-from lightning_hybrid.strategies.optimizer_steps.limits import check_random_rounding
+from lightning_hybrid.run.optimizer_steps.limits import check_random_rounding
 from models.cases import Samples
 from models.full_parameter_optimizers import ManuallyByMuon
 from models.hand_written import Layers
@@ -327,7 +327,7 @@ def test_resumed_without_master_weights_and_with_them_again(worlds, tmp_path):
 
 def lines_and_bytes(options):
     """On a rank: the estimated bytes of states of the first rank, and those that there are."""
-    from lightning_hybrid.strategies.description.memory import memory_of_stages
+    from lightning_hybrid.run.description.memory import memory_of_stages
 
     module = ExactSums().bfloat16()
     trainer = trainer_of(2, Hybrid3DStrategy(zero_stage=3), [], **plugin(**options))

@@ -13,7 +13,7 @@ from lightning_hybrid import HybridPrecision
 from lightning_hybrid.callbacks import GradientCompression
 from lightning_hybrid.errors import PrecisionError
 from lightning_hybrid.replicate.reducer import GradientReducer
-from lightning_hybrid.strategies.techniques.zero import Zero
+from lightning_hybrid.techniques.zero import Zero
 
 SHAPES = [(7, 5), (11,), (3, 2)]
 DTYPES = ["float32", "bfloat16"]

@@ -15,10 +15,10 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.placement import shard_tensor
+from lightning_hybrid.sequence.positions import SequenceSharding
 from lightning_hybrid.tensor.collectives import GroupRanks
 from lightning_hybrid.tensor.runtime.unit import ShardedUnit
 from lightning_hybrid.tensor.search.unit import plan_unit
-from lightning_hybrid.tensor.sequence.positions import SequenceSharding
 from models.wide import BertWide, EncoderWide, GPT2Wide, GPT2WideDropout, LlamaWide, NanoGPTWide, T5Wide, ViTWide
 
 

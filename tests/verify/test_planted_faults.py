@@ -148,7 +148,7 @@ def zeros_received(patch):
 
 
 def counted_twice_in_the_norm(patch):
-    from lightning_hybrid.strategies.run import optimization as set_up
+    from lightning_hybrid.run import optimization as set_up
 
     original = set_up.connect_gradients
 
@@ -176,7 +176,7 @@ def parameters_replaced(patch):
 
 
 def a_seed_per_rank(patch):
-    from lightning_hybrid.strategies.execution import lifecycle as set_up
+    from lightning_hybrid.run.execution import lifecycle as set_up
 
     original = set_up.synchronize_start
     patch.setattr(set_up, "synchronize_start", lambda *args: original(*args) + dist.get_rank())
@@ -233,7 +233,7 @@ def summed_over_replicas(patch):
 
 
 def weights_of_one_replica_drift(patch):
-    from lightning_hybrid.strategies.execution import lifecycle as set_up
+    from lightning_hybrid.run.execution import lifecycle as set_up
 
     original = set_up.synchronize_start
 
@@ -261,7 +261,7 @@ def buffers_not_shared(patch):
 
 
 def gradients_not_cleared(patch):
-    from lightning_hybrid.strategies.execution import steps as steps
+    from lightning_hybrid.run.execution import steps as steps
 
     original = steps.GradientHandoff
     patch.setattr(
@@ -285,7 +285,7 @@ def scheduler_stepped_twice(patch):
 
 
 def logged_twice(patch):
-    from lightning_hybrid.strategies.execution import steps as steps
+    from lightning_hybrid.run.execution import steps as steps
 
     original = steps.log_for_all
 

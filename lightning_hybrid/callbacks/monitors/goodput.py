@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_hybrid.batch.split import batch_size_of
 from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, MUTED
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split import batch_size_of
 
 
 class GoodputRow(NamedTuple):

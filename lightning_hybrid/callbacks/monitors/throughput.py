@@ -17,11 +17,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_hybrid.batch.split import batch_size_of
 from lightning_hybrid.callbacks.monitors.messages import AXIS_NAMES, SentBytes
 from lightning_hybrid.callbacks.pictures import Series, gather_rows, keep_series
 from lightning_hybrid.patching import around, around_method
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch.split import batch_size_of
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.counts import flops_of_kernel
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.batch.means import Share
+from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.errors import (
     WITHOUT_STAGES,
     ControlFlowError,
@@ -34,8 +36,6 @@ from lightning_hybrid.pipeline.runtime.transport import ReceivedValues, Transpor
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.training import Backwards, Mark
 from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
-from lightning_hybrid.step.batch.means import Share
-from lightning_hybrid.step.batch.metrics import FullBatchMetrics
 from lightning_hybrid.step.replay.stage import ReplayWatch, StageRun, instrumented
 from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, fill, is_absent
 from lightning_hybrid.step.tracing.mode import CurrentRun

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.batch.split import copied_batch, sizes_of
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.params.gradient_hooks import without_registrations
@@ -28,7 +29,6 @@ from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.recording import record_variant
 from lightning_hybrid.pipeline.stages.training import Backwards
-from lightning_hybrid.step.batch.split import copied_batch, sizes_of
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from lightning_hybrid.batch.means import IDENTITIES, SUMS
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.batch.means import IDENTITIES, SUMS
 from lightning_hybrid.step.module_state.snapshots import (
     AttributePath,
     ModuleSnapshot,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.batch.means import averages
 from lightning_hybrid.errors import UncapturedOutput
 from lightning_hybrid.graph.step_graph import Node, SizedBy, StepGraph, Value
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.batch.means import averages
 from lightning_hybrid.step.module_state.attributes import values_on_unit
 from lightning_hybrid.step.module_state.snapshots import ArgumentSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.names import TEXT_READS

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
+from lightning_hybrid.batch.means import Share, weighted_by_share
+from lightning_hybrid.batch.metrics import FullBatchMetrics
+from lightning_hybrid.batch.scalars import ScalarResults, scalar_nodes
 from lightning_hybrid.errors import WITHOUT_STAGES, StepError
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.batch.means import Share, weighted_by_share
-from lightning_hybrid.step.batch.metrics import FullBatchMetrics
-from lightning_hybrid.step.batch.scalars import ScalarResults, scalar_nodes
 from lightning_hybrid.step.module_state.attributes import look_up, put
 from lightning_hybrid.step.module_state.snapshots import AttributePath
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten

@@ -94,7 +94,7 @@ def plan_options(strategy: Any) -> dict[str, Any] | Exception:
         strategy: With sizes that are "auto", of a run.
     """
     # It derives a strategy from that of the user, and is above this folder.
-    planning = importlib.import_module(f"{_PACKAGE}.strategies.auto")
+    planning = importlib.import_module(f"{_PACKAGE}.planning.auto")
     try:
         return dict(planning.planned_options(strategy, strategy.lightning_module._trainer))
     except PlanError as error:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.batch.split import BatchSplitter
 from lightning_hybrid.errors import BatchError, LayoutError
 from lightning_hybrid.memory.recompute.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
-from lightning_hybrid.step.batch.split import BatchSplitter
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import Objective

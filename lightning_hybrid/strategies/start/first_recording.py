@@ -15,6 +15,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_hybrid.batch.split import (
+    BatchSplitter,
+    check_count,
+    halves,
+    split,
+    why_unsplit,
+)
 from lightning_hybrid.errors import UnfitError, is_out_of_memory
 from lightning_hybrid.pipeline.compare import compare_gradients
 from lightning_hybrid.pipeline.measure import (
@@ -26,13 +33,6 @@ from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.batch.split import (
-    BatchSplitter,
-    check_count,
-    halves,
-    split,
-    why_unsplit,
-)
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch, compiled_wrappers

@@ -23,14 +23,14 @@ from torch.nn import functional as F
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
+from lightning_hybrid.sequence.forward import FullSequence, ShardedSequence
+from lightning_hybrid.sequence.mode import RingAttentionMode
+from lightning_hybrid.sequence.positions import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.collectives import Ranks, Readers, enter, gather, leave
 from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.region import AroundDraw, mark, tensors_in
 from lightning_hybrid.tensor.runtime.attention import sharded_attention
 from lightning_hybrid.tensor.runtime.mode import RegionMode
-from lightning_hybrid.tensor.sequence.forward import FullSequence, ShardedSequence
-from lightning_hybrid.tensor.sequence.mode import RingAttentionMode
-from lightning_hybrid.tensor.sequence.positions import SequenceShard, save_local_shard, shard_sequence
 
 
 class RegionInputs:

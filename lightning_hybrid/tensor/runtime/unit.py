@@ -34,6 +34,8 @@ from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.randomness.keyed import FORWARD_WRAPPER
+from lightning_hybrid.sequence.forward import FullSequence, ShardedSequence
+from lightning_hybrid.sequence.mode import RingAttentionMode
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.standins.tensors import full_shape, materialize_call
 from lightning_hybrid.step.tracing.lines import TorchCallSites
@@ -52,8 +54,6 @@ from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankD
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
 from lightning_hybrid.tensor.runtime.mode import RegionMode
 from lightning_hybrid.tensor.runtime.proved import ProvedCalls
-from lightning_hybrid.tensor.sequence.forward import FullSequence, ShardedSequence
-from lightning_hybrid.tensor.sequence.mode import RingAttentionMode
 
 Tensors = Mapping[str, Tensor]
 Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them

@@ -7,7 +7,7 @@ import torch
 
 from harness.fits import Run, assert_parity, fit, fit_joined_batches, reference_of
 from harness.worlds.worlds_plugin import RankError
-from lightning_hybrid.step.batch.split import batch_size_of
+from lightning_hybrid.batch.split import batch_size_of
 from models.moe_layers import Experts
 
 

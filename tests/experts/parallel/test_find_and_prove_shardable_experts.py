@@ -13,7 +13,7 @@ from lightning_hybrid.experts.moe.upcycling import ListedExperts
 from lightning_hybrid.experts.parallel.adapters import BatchedPairs, BatchedRows, ExpertList
 from lightning_hybrid.experts.parallel.find import ExpertCalls
 from lightning_hybrid.experts.parallel.proof import ExpertsProof
-from lightning_hybrid.strategies.costs import record_costs
+from lightning_hybrid.planning.costs import record_costs
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of
 from models.mixtures import WIDTH, LoopedExperts, Mixtral

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.trainer_runs import trainer_of
-from lightning_hybrid.step.batch.split import choose_count
+from lightning_hybrid.batch.split import choose_count
 
 FEATURES, SAMPLES = 4, 32
 

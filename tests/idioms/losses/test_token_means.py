@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from harness.trainer_runs import trainer_of
-from lightning_hybrid.step.batch.denominators import Count, Mean, counts_in, find_counts
+from lightning_hybrid.batch.denominators import Count, Mean, counts_in, find_counts
 
 WORDS, LENGTH, BATCH = 13, 6, 8
 

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.params.placement import Shard
+from lightning_hybrid.planning.costs import record_costs
+from lightning_hybrid.planning.plan import make_plan
 from lightning_hybrid.predict.candidates import Candidates
 from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.plans import Allowed
-from lightning_hybrid.strategies.costs import record_costs
-from lightning_hybrid.strategies.planning import make_plan
 from models import hand_written, hugging_face
 from models.cases import batch_of
 from models.hand_written import VOCABULARY, WIDTH, Lit

@@ -12,10 +12,10 @@ from harness.fits import trainer_of
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import MemoryMonitor
+from lightning_hybrid.planning.costs import record_costs
 from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.layout import PlanLayout
 from lightning_hybrid.predict.memory import predict_memory
-from lightning_hybrid.strategies.costs import record_costs
 
 pl = importlib.import_module("lightning.pytorch")
 WIDTH, TOKENS, WORDS, BATCH = 32, 32, 4096, 8

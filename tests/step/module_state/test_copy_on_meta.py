@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fits import trainer_of
+from lightning_hybrid.planning.costs import record_costs
 from lightning_hybrid.step.module_state.copies import copy_on_meta
 from lightning_hybrid.step.standins.tensors import drop
-from lightning_hybrid.strategies.costs import record_costs
 from models.cases import Samples, make
 
 

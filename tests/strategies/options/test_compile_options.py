@@ -5,7 +5,7 @@ import torch
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.strategies.options.options import compile_options
-from lightning_hybrid.strategies.techniques.compile import check_compiler
+from lightning_hybrid.techniques.compile import check_compiler
 
 
 @pytest.mark.parametrize(

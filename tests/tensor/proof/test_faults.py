@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from lightning_hybrid.params.placement import Replicated, Shard
+from lightning_hybrid.sequence import positions
+from lightning_hybrid.sequence import positions as sequence_collectives
 from lightning_hybrid.tensor.collectives import leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.proof.proof import proof_of
 from lightning_hybrid.tensor.runtime import linears as linears
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears
 from lightning_hybrid.tensor.search.unit import plan_unit
-from lightning_hybrid.tensor.sequence import positions
-from lightning_hybrid.tensor.sequence import positions as sequence_collectives
 from models.tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
 
 SHARDED = ["tensor", "context", "both", "all"]

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lightning_hybrid.params.placement import Piece, Replicated, Shard
+from lightning_hybrid.sequence import positions as sequence_collectives
 from lightning_hybrid.tensor.proof import narrow as narrowing
 from lightning_hybrid.tensor.proof.narrow import narrow_layer
 from lightning_hybrid.tensor.runtime import linears as linears
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears
 from lightning_hybrid.tensor.search.unit import plan_unit
-from lightning_hybrid.tensor.sequence import positions as sequence_collectives
 from models.wide_layers import GatedLayer
 
 LLAMA_8B = 4096, 14336, 32, 8

@@ -1,0 +1,245 @@
+"""Scalars of a step (losses, metric values, functions of them) for the full batch.
+
+``torch.exp(loss)`` of the batch is no mean over its microbatches, but ``torch.exp`` of the batch's loss. So operations
+on scalars alone are recomputed on the scalars of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.batch.means import SCALED, is_linear, reduction_of
+from lightning_hybrid.batch.merge import Microbatches
+from lightning_hybrid.batch.metrics import FullBatchMetrics
+from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
+from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
+from lightning_hybrid.step.standins.tensors import MARK, ShardedTensorBase, is_absent
+from lightning_hybrid.step.tracing.recording import Template
+
+
+def scalar_nodes(graph: StepGraph) -> frozenset[int]:
+    """Indices of the nodes whose outputs are all scalars, or computed from scalars alone."""
+    scalars = {value.index for value in graph.values if not value.shape}
+    nodes = set()
+    for node in graph.nodes:
+        of_numbers = node.inputs and scalars.issuperset(node.inputs) and not (node.unit or node.parameters)
+        if of_numbers or node.name.startswith(SINK):
+            scalars.update(node.outputs)
+        if not node.written and scalars.issuperset(node.outputs):
+            nodes.add(node.index)
+    return frozenset(nodes)
+
+
+class _Call(NamedTuple):
+    """One operation on scalars.
+
+    Attributes:
+        node: The operation.
+        run: Computes it; None if its result depends on more than its arguments.
+        leaves: Leaves of its arguments; an ``_Index`` in place of a value of the step.
+        spec: Containers of the leaves.
+        position: Index of the requested leaf of its result.
+        origin: For calls of metrics, as ``FullBatchMetrics.origin``.
+    """
+
+    node: Node
+    run: Callable[..., Any] | None
+    leaves: list[Any]
+    spec: Spec | None
+    position: int
+    origin: tuple[str, int, int] | None
+
+
+class _Index(int):
+    """The index of a value, among arguments."""
+
+
+@dataclass
+class ScalarResults:
+    """The scalars that one stage computed in one microbatch.
+
+    Attributes:
+        values: Scalars and metric values, by value index.
+        calls: The operations that made them, by value index.
+    """
+
+    values: dict[int, Tensor] = field(default_factory=dict)
+    calls: dict[int, _Call] = field(default_factory=dict)
+
+    def record(
+        self,
+        node: Node,
+        run: Callable[..., Any] | None,
+        args: Any,
+        kwargs: Any,
+        results: Sequence[Any],
+        template: Template,
+        mark_of: Callable[[Tensor], int | None],
+        origin: Callable[[Any], tuple[str, int, int] | None],
+    ) -> None:
+        """Record one operation, and the scalars that it reads and makes.
+
+        ``run`` recomputes it, unless it is None. ``results`` are the leaves of its result, scalars and values of
+        metrics of any shape, and ``template`` describes which values these are.
+        """
+        leaves, spec = flatten((args, kwargs))
+        if any(isinstance(leaf, ShardedTensorBase) for leaf in (*leaves, *results)):
+            return
+        # With a colon: a user's function, or one that communicates with other ranks.
+        if node.unit or node.parameters or template.written or ":" in node.name:
+            run = None
+        arguments: list[Any] = []
+        for leaf in leaves if run is not None else ():
+            mark = mark_of(leaf) if isinstance(leaf, Tensor) else None
+            if isinstance(leaf, Tensor) and leaf.dim() and mark not in self.values:  # no scalar, nor a metric's value
+                run, arguments = None, []
+                break
+            if mark is not None:
+                self.values.setdefault(mark, leaf.detach())
+            arguments.append(leaf if mark is None else _Index(mark))
+        for position, (leaf, described) in enumerate(zip(results, template.leaves, strict=True)):
+            if described.value is not None and isinstance(leaf, Tensor):
+                self.values[described.value] = leaf.detach()
+                if described.input is None:
+                    self.calls[described.value] = _Call(node, run, arguments, spec, position, origin(leaf))
+
+    def joined(self, earlier: ScalarResults) -> ScalarResults:
+        """Merge with the scalars that another stage of this rank computed."""
+        return ScalarResults({**earlier.values, **self.values}, {**earlier.calls, **self.calls})
+
+
+class BatchScalars(Microbatches):
+    """Scalars of a step for the full batch, as far as this rank has those of the microbatches."""
+
+    def __init__(
+        self,
+        microbatches: Sequence[ScalarResults],
+        weights: Sequence[float],
+        sizes: Sequence[int | None],
+        metrics: FullBatchMetrics,
+        graphs: Sequence[StepGraph],
+    ) -> None:
+        """Take what one stage computed; ``graphs`` are those of the microbatches."""
+        total = sum(weights)
+        super().__init__([weight / total if total else 1 / len(weights) for weight in weights], sizes)
+        self._microbatches, self._metrics, self._graphs = microbatches, metrics, graphs
+        self._cache: dict[int, tuple[Tensor | None, str]] = {}
+
+    def value(self, index: int) -> Tensor | None:
+        """A scalar, or metric value of any shape, of the full batch, by index; None if this rank cannot compute it."""
+        return self._value_and_kind(index)[0]
+
+    def kind(self, index: int) -> str:
+        """What the scalar is of those of the microbatches: "mean" (weighted), "sum", "max", "min"; "" for another."""
+        return self._value_and_kind(index)[1]
+
+    def is_mean(self, index: int) -> bool:
+        """Whether the scalar is the weighted mean of those of the microbatches."""
+        return self.kind(index) == "mean"
+
+    def _value_and_kind(self, index: int) -> tuple[Tensor | None, str]:
+        if index not in self._cache:
+            self._cache[index] = None, "mean"
+            self._cache[index] = self._compute(index)
+        return self._cache[index]
+
+    def _compute(self, index: int) -> tuple[Tensor | None, str]:
+        if how := reduction_of(index, self._graphs[0], self.sizes[0] or 0):
+            reductions: dict[str, Callable[..., Tensor]] = {"sum": sum, "max": max, "min": min}
+            return (reductions[how](present) if (present := self._present(index)) else None), how
+        recomputed = self._computed(index)
+        mean = self._mean(index)
+        if recomputed is None or mean is None or recomputed.dim():
+            return (mean, "mean") if recomputed is None else (recomputed, self._kind_of_inputs(index))
+        rounding = 8 * torch.finfo(mean.dtype).eps * abs(float(mean))
+        is_mean = abs(float(recomputed) - float(mean)) <= rounding
+        return (mean, "mean") if is_mean else (recomputed, self._kind_of_inputs(index))
+
+    def _kind_of_inputs(self, index: int) -> str:
+        """A linear function of sums is a sum."""
+        call = self._microbatches[0].calls.get(index)
+        if call is None or not is_linear(call.node) or _is_scaled_by_number(call):
+            return ""
+        return "sum" if all(self.kind(i) == "sum" for i in call.node.inputs) else ""
+
+    def _computed(self, index: int) -> Tensor | None:
+        """A scalar that is no mean of those of the microbatches: a metric value, or recomputed; else None."""
+        calls = [results.calls.get(index) for results in self._microbatches]
+        call = calls[0]
+        if call is not None and all(other is not None and other.node.name == call.node.name for other in calls):
+            if call.node.name.startswith(SINK):
+                return self._metric_value(call, index)
+            # A sum over a number of the batch, such as that of samples or of a mask, is a mean.
+            known = {"mean", "sum"} if _is_scaled_by_number(call) else {"mean"}
+            if not is_linear(call.node) or not known.issuperset(map(self.kind, call.node.inputs)):
+                return self._recomputed(call, [other.leaves for other in calls if other is not None])
+        return None
+
+    def _mean(self, index: int) -> Tensor | None:
+        present = self._present(index)
+        if not present or not present[0].is_floating_point():
+            return None
+        total = sum(float(value) * weight for value, weight in zip(present, self.weights, strict=True))
+        return present[0].new_tensor(total)
+
+    def _present(self, index: int) -> list[Tensor]:
+        """The scalars of the microbatches; none if one is not on this rank."""
+        values = [results.values.get(index) for results in self._microbatches]
+        present = [value for value in values if value is not None and not is_absent(value) and not value.dim()]
+        return present if len(present) == len(values) else []
+
+    def _metric_value(self, call: _Call, index: int) -> Tensor | None:
+        if call.origin is None:  # it was called with the full batch
+            return self._microbatches[-1].values.get(index)
+        self._metrics.finish(call.origin[0], self)
+        value = self._metrics.result(call.origin)
+        return value if isinstance(value, Tensor) else None
+
+    def is_selected(self, microbatch: int, leaf: Any) -> bool:
+        """Whether the content of the batch decides how many rows an argument of a metric, of any shape, has."""
+        mark = getattr(leaf, MARK, None)
+        return mark is not None and self._graphs[microbatch].values[mark[1]].dynamic
+
+    def scalar_of(self, column: list[Any]) -> Tensor | None:
+        """The scalar of the batch, from those of the microbatches that a metric was called with."""
+        marks = {mark[1] for scalar in column if (mark := getattr(scalar, MARK, None)) is not None}
+        return self.value(marks.pop()) if len(marks) == 1 else None
+
+    def _recomputed(self, call: _Call, arguments_by_microbatch: Sequence[list[Any]]) -> Tensor | None:
+        """Recompute an operation on the scalars of the batch; None if other arguments differ between microbatches."""
+        if call.run is None or any(len(leaves) != len(call.leaves) for leaves in arguments_by_microbatch):
+            return None
+        arguments = []
+        for column in zip(*arguments_by_microbatch, strict=True):
+            if any(not _is_same(one, column[0]) for one in column[1:]):
+                return None
+            found = self.value(column[0]) if isinstance(column[0], _Index) else column[0]
+            if isinstance(column[0], _Index) and found is None:
+                return None
+            arguments.append(found)
+        args, kwargs = unflatten(arguments, call.spec)
+        try:
+            with torch.no_grad():
+                made = flatten(call.run(*args, **kwargs))[0]
+        except Exception:  # such as a derivative, which needs the graph
+            return None
+        found = made[call.position] if call.position < len(made) else None
+        return found if isinstance(found, Tensor) else None
+
+
+def _is_scaled_by_number(call: _Call) -> bool:
+    """Whether an operand of a product or quotient is no value of the model: it may be a number of the batch."""
+    return call.node.name in SCALED and any(
+        isinstance(leaf, int | float | Tensor) and not isinstance(leaf, _Index) for leaf in call.leaves
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,114 @@
+"""A planned run as any rank of its world would have it: its process groups, stages and shards."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_hybrid.layout import AXES, Coordinates, ParallelLayout
+from lightning_hybrid.mesh import FLATTENED, Mesh
+from lightning_hybrid.params.shards import LocalShards
+from lightning_hybrid.planning.plan import fake_ranks
+from lightning_hybrid.run.run import Run
+
+_EXPERT_AXES = ("ep", "ep_shard", "ep_outer", "ep_replicate")
+
+
+@dataclasses.dataclass(frozen=True)
+class RanksOfGroup:
+    """A process group as data, for code that asks for its size and for the place of this rank.
+
+    Attributes:
+        ranks: Global ranks, in order.
+        place: Index of this rank among them.
+        group_name: Name of its axis.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    group_name: str
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """The index of this rank."""
+        return self.place
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshOfRank:
+    """The process groups of one rank as data, with the methods of `Mesh` that read them.
+
+    Attributes:
+        layout: The sizes.
+        rank: The global rank.
+        coordinates: Its index on each axis.
+        groups: By axis.
+        axis_places: `Mesh.places` of axes that shard parameters.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    coordinates: Coordinates
+    groups: Mapping[str, RanksOfGroup]
+    axis_places: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, rank: int) -> MeshOfRank:
+        """Build the mesh of a rank on fake process groups; there must be no others."""
+        with fake_ranks(layout.world_size, rank):
+            mesh = Mesh.build(layout, "cpu")
+            axes = [*AXES, *FLATTENED, *(_EXPERT_AXES if layout.expert_parallel_size > 1 else ())]
+            groups = {}
+            for axis in axes:
+                ranks = tuple(dist.get_process_group_ranks(mesh.group(axis)))
+                groups[axis] = RanksOfGroup(ranks, ranks.index(rank), axis)
+            places = {axis: mesh.places(axis) for axis in ("tp", "cp", "dp_shard", "ep", "ep_shard") if axis in groups}
+            return cls(layout, rank, mesh.coordinates, groups, places)
+
+    def group(self, axis: str) -> Any:
+        """The group of an axis."""
+        return self.groups[axis]
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis."""
+        return self.groups[axis].size()
+
+    def rank_in(self, axis: str) -> int:
+        """The index of this rank along an axis."""
+        return self.groups[axis].place
+
+    def places(self, axis: str) -> Mapping[str, int]:
+        """As `Mesh.places`."""
+        return self.axis_places[axis]
+
+
+def run_of_rank(run: Run, rank: int) -> Run:
+    """Return a planned run with the mesh, the stages and the shards of another rank; nothing else of it may be used.
+
+    Args:
+        run: Planned by the first rank, whose process groups are gone.
+        rank: The global rank.
+    """
+    mesh: Any = MeshOfRank.of(run.setting.layout, rank)
+    plan: Any = None
+    if run.plan is not None:
+        plan = copy.copy(run.plan)
+        plan.rank, plan.group = mesh.rank_in("pp"), mesh.group("pp")
+    shardings = {
+        id(each): dataclasses.replace(each, group=mesh.group(each.axis), places=_places(mesh, each.axis, each.places))
+        for each in run.parts.shardings
+    }
+    parts = LocalShards(run.setting.module, list(shardings.values()))
+    techniques = tuple(technique.of_rank(shardings) for technique in run.techniques)
+    return dataclasses.replace(run, mesh=mesh, plan=plan, parts=parts, techniques=techniques)
+
+
+def _places(mesh: Any, axis: str, places: Mapping[str, int]) -> Mapping[str, int]:
+    return mesh.places(axis) if places else places

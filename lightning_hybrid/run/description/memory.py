@@ -1,0 +1,266 @@
+"""The estimated memory of each stage of a run, from its plan: also of stages whose parameters are on other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.errors import RecomputeError
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.optimizers.trial import StateSizes
+from lightning_hybrid.params.boxes import shard_of
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
+from lightning_hybrid.predict.ranks import (
+    ParameterOnRank,
+    Place,
+    RankMemory,
+    activation_bytes,
+    estimate_rank_memory,
+    message_bytes,
+    working_bytes,
+)
+from lightning_hybrid.run.run import Run
+from lightning_hybrid.schedule.in_flight import in_flight_at_peak
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.units import choose_units
+from lightning_hybrid.step.standins.tensors import full_shape
+from lightning_hybrid.strategies.user_code.hooks import old_gradients_are_read
+from lightning_hybrid.techniques.actives import Actives
+
+_OVER_REPLICAS = ("dp_shard", "ep_shard")
+
+
+def memory_of_stages(
+    run: Run, optimizers: Sequence[Optimizer], num_microbatches: int, recorded: Assignment | None = None
+) -> list[RankMemory]:
+    """Estimate the memory of each stage on the rank that holds it; one estimate for all where there are no stages.
+
+    Args:
+        run: Built, or only planned.
+        optimizers: Of the Trainer; their parameters may be absent.
+        num_microbatches: Of a batch of one replica.
+        recorded: The step whose activations are counted; that of the run's stages if None.
+    """
+    setting, stages = run.setting, _Stages(run)
+    sizes = [StateSizes(optimizer, **setting.sizes_of_states) for optimizer in optimizers]
+    members: list[list[ParameterOnRank]] = [[] for _ in range(stages.count)]
+    parameters = dict(setting.module.named_parameters())
+    layers = stages.layer_of(parameters)
+    for name, parameter in parameters.items():
+        here = ParameterOnRank(
+            nbytes=_nbytes(parameter, stages.shape(name, parameter)),
+            shard_bytes=_nbytes(parameter, stages.shape(name, parameter, sharded=True)),
+            state_bytes=_state_bytes(sizes, parameter, stages.shape(name, parameter, sharded=True)),
+            is_trained=parameter.requires_grad,
+            layer=layers.get(name, ""),
+        )
+        for stage in stages.first_on_each_rank(name):
+            members[stage].append(here)
+    return [
+        estimate_rank_memory(
+            of_stage,
+            activations,
+            working=work + _of_optimizer_and_hooks(of_stage, run),
+            messages=exchanged + _of_gradient_messages(of_stage, run),
+            footprint=next(
+                (footprint for each in run.techniques if (footprint := each.footprint(run, of_stage)) is not None), None
+            ),
+            offloaded=places_of(setting.options.offloaded, setting.device),
+        )
+        for of_stage, activations, work, exchanged in zip(
+            members,
+            _activations(run, num_microbatches, recorded or _assignment(run), stages.count),
+            _working(run, stages.count),
+            _exchanged(run, stages.count),
+            strict=True,
+        )
+    ]
+
+
+def _of_optimizer_and_hooks(members: Sequence[ParameterOnRank], run: Run) -> int:
+    """Bytes of a new gradient beside the sum, of an optimizer's step, and of gradients that are copied."""
+    if not run.is_pipelined:  # without a recorded step no bound is given
+        return 0
+    trained = [each for each in members if each.is_trained]
+    footprint = sum(each.shard_bytes for each in trained) if old_gradients_are_read(run.setting.trainer) else 0
+    if run.setting.trainer.accumulate_grad_batches > 1:  # copies of those of earlier batches, for a rollback
+        footprint = sum(each.nbytes for each in trained)
+    return footprint + 3 * max((each.nbytes for each in trained), default=0)
+
+
+def _of_gradient_messages(members: Sequence[ParameterOnRank], run: Run) -> int:
+    """Bytes of averages of gradients over replicas, which go all at once."""
+    is_averaged = run.is_pipelined and run.setting.layout.data_parallel_size > 1
+    if not is_averaged or any(each.gathers_per_layer(run) for each in run.techniques):
+        return 0
+    return sum(each.nbytes for each in members if each.is_trained)
+
+
+def places_of(offloaded: Mapping[str, str], device: torch.device) -> dict[str, Place]:
+    """Return where offloaded kinds of state are; without those on the host where that is the compute device.
+
+    Args:
+        offloaded: "cpu" or "disk:PATH" by kind.
+        device: The compute device.
+    """
+    places: dict[str, Place] = {what: "host" if where == "cpu" else "files" for what, where in offloaded.items()}
+    return {what: place for what, place in places.items() if place == "files" or device.type != "cpu"}
+
+
+def without_techniques(run: Run) -> Run:
+    """Return a plan of the run without ZeRO, offload and recomputation, for estimates of its memory only."""
+    shardings = [each for each in run.parts.shardings if each.axis not in _OVER_REPLICAS]
+    parts = LocalShards(run.setting.module, shardings)
+    options = dataclasses.replace(run.setting.options, offload=None)
+    setting = dataclasses.replace(run.setting, options=options)
+    return dataclasses.replace(run, setting=setting, parts=parts, techniques=(), active=Actives())
+
+
+def memory_of_ranks(stages: Sequence[RankMemory], run: Run) -> list[RankMemory]:
+    """Return the memory of each pipeline rank of a run, of those of the stages that it holds."""
+    if not run.is_pipelined or run.plan is None:
+        return list(stages[:1])
+    ranks = list(stages[: run.plan.num_ranks])  # in every placement rank r has stage r, and further ones
+    for number, stage in enumerate(stages[run.plan.num_ranks :], start=run.plan.num_ranks):
+        ranks[run.plan.rank_of(number)] += stage
+    return ranks
+
+
+class _Stages:
+    """Which stages hold a parameter, and which shard of it the first rank of each axis has."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._plan = run.plan if run.is_pipelined and run.plan is not None and run.plan.is_partitioned else None
+        self.count = 1 if self._plan is None else self._plan.num_stages
+        shardings: Sequence[AxisSharding] = run.parts.shardings
+        self._shardings = shardings
+        self._before_zero = [sharding for sharding in shardings if sharding.axis not in _OVER_REPLICAS]
+
+    def of(self, name: str) -> tuple[int, ...]:
+        return (0,) if self._plan is None else self._plan.stages_of(name)
+
+    def first_on_each_rank(self, name: str) -> Iterable[int]:
+        """The stages that hold a parameter, but of those of one rank, which share it, the first alone."""
+        stages = self.of(name)
+        return stages if self._plan is None else {self._plan.rank_of(stage): stage for stage in stages[::-1]}.values()
+
+    def shape(self, name: str, parameter: Tensor, *, sharded: bool = False) -> tuple[int, ...]:
+        shardings = self._shardings if sharded else self._before_zero
+        return shard_of(shardings, name, full_shape(parameter)).shape
+
+    def layer_of(self, names: Iterable[str]) -> Mapping[str, str]:
+        """The layer that a parameter belongs to, by the parameter's FQN."""
+        if not self._run.gathered_shardings:
+            return {}
+        first = None if self._plan is None else self._plan.first
+        units = choose_units(self._run.setting.module, 1) if first is None else first.recording.units
+        layers = find_layers(units)
+        found = {name: [fqn for fqn in layers if name.startswith(f"{fqn}.")] for name in names}
+        return {name: fqns[0] for name, fqns in found.items() if fqns}
+
+
+def _nbytes(parameter: nn.Parameter, shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel() * parameter.element_size()
+
+
+def _state_bytes(sizes: Sequence[StateSizes], parameter: Tensor, shape: Sequence[int]) -> int | None:
+    known = [each.nbytes(parameter, shape) for each in sizes if each.steps(parameter)]
+    return None if None in known else sum(size for size in known if size is not None)
+
+
+def _activations(
+    run: Run, num_microbatches: int, assignment: Assignment | None, num_stages: int
+) -> Sequence[int | None]:
+    """Bytes saved for backward by the microbatches in flight, of each stage; None where no step is recorded."""
+    if assignment is None:
+        return [None] * num_stages
+    saved = activation_bytes(assignment, run.policies)
+    if run.plan is None or not run.is_pipelined:
+        return saved
+    in_flight = in_flight_at_peak(run.plan.training_schedule(num_microbatches), saved)
+    return [each * count for each, count in zip(saved, in_flight, strict=True)]
+
+
+def _working(run: Run, num_stages: int) -> Sequence[int]:
+    """Bytes of the layer that runs, of each stage, of the batch and of its copy; 0 where no step is recorded."""
+    assignment = _assignment(run)
+    if assignment is None:
+        return [0] * num_stages
+    # With its copy in the snapshot before a step.
+    batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
+    return [each + batch for each in working_bytes(assignment, run.policies)]
+
+
+def _exchanged(run: Run, num_stages: int) -> Sequence[int]:
+    """Bytes of messages between stages, of each of them; 0 where no step is recorded."""
+    assignment = _assignment(run)
+    return [0] * num_stages if assignment is None else message_bytes(assignment)
+
+
+def _assignment(run: Run) -> Assignment | None:
+    """The recorded step of a run in stages."""
+    is_recorded = run.is_pipelined and run.plan is not None and run.plan.first is not None
+    return run.plan.first.assignment if is_recorded else None  # type: ignore[union-attr]
+
+
+class ExpectedRecomputation(NamedTuple):
+    """What a budget is expected to choose.
+
+    Attributes:
+        memory: Of each stage.
+        shares: Of the bytes that layers would save, by pipeline rank: the part that is recomputed.
+    """
+
+    memory: list[RankMemory]
+    shares: list[float]
+
+    def __str__(self) -> str:
+        """The shares in words."""
+        least, most = (f"{100 * share:.0f}" for share in (min(self.shares), max(self.shares)))
+        return f"{least if least == most else f'{least} to {most}'} % of what they save, as estimated"
+
+
+def expected_recomputation(
+    budget: BudgetedLayers,
+    floor: Sequence[RankMemory],
+    full: Sequence[RankMemory],
+    rank_of: Callable[[int], int],
+) -> ExpectedRecomputation | None:
+    """Return what a budget is expected to choose; None where the activations or the free memory are not known.
+
+    Args:
+        budget: Of each rank; a share of the free memory is that of this rank.
+        floor: The memory of each stage whose layers keep nothing.
+        full: The same without recomputation.
+        rank_of: The pipeline rank of a stage.
+    """
+    saved = [(low.activations, high.activations) for low, high in zip(floor, full, strict=True)]
+    known = [(low, high) for low, high in saved if low is not None and high is not None]
+    if len(known) < len(saved):
+        return None
+    stages: dict[int, list[int]] = {}
+    for number in range(len(floor)):
+        stages.setdefault(rank_of(number), []).append(number)
+    try:
+        allowed = budget.allowed_bytes(floor[0].parameters)
+    except RecomputeError:  # it is raised where the budget is used
+        return None
+    memory, shares = list(floor), []
+    for _, numbers in sorted(stages.items()):
+        most = sum(known[number][1] - known[number][0] for number in numbers)
+        left = allowed - sum(floor[number].total for number in numbers)
+        kept = min(1.0, max(0.0, left / most)) if most > 0 else 1.0
+        shares.append(1.0 - kept)
+        for number in numbers:
+            low, high = known[number]
+            working = floor[number].working + kept * (full[number].working - floor[number].working)
+            kept_bytes = int(low + kept * (high - low))
+            memory[number] = dataclasses.replace(floor[number], activations=kept_bytes, working=int(working))
+    return ExpectedRecomputation(memory, shares)

@@ -1,0 +1,74 @@
+"""An estimate of the activations of a step that no stage needs recorded: it is recorded for that alone, on stand-ins.
+
+That is for a plan, after which nothing is trained: the batch comes from the run's own loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.batch.split import split
+from lightning_hybrid.graph.partition import Assignment, assign, owner_stages
+from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.patching import replaced
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.run.run import Run
+from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.record import record
+from lightning_hybrid.step.recording.units import choose_units
+from lightning_hybrid.step.standins.numbers import GUESSES
+from lightning_hybrid.strategies.start.example_batch import example_of_fit
+from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
+from lightning_hybrid.strategies.user_code.hooks import current_hook, step_arguments
+
+
+def record_in_one_stage(
+    run: Run,
+    randomness: KeyedRandomness,
+    layers: Mapping[str, nn.Module] | None = None,
+    failures: list[Exception] | None = None,
+    watching: Callable[[Mapping[str, nn.Module]], AbstractContextManager[None]] | None = None,
+) -> Assignment | None:
+    """Record the training step on the first microbatch; None where it cannot be recorded, whatever its branches.
+
+    Args:
+        run: A plan, whose module is full.
+        randomness: Keys the random numbers of the step.
+        layers: Units of the recording, by FQN; the layers that would be recomputed if None.
+        failures: The error of each attempt is added to these.
+        watching: Gives the context of each recording, of its units.
+    """
+    setting = run.setting
+    trainer, module, options = setting.trainer, setting.module, setting.options
+    graphs: list[StepGraph] = []
+
+    def record_with(units: Mapping[str, nn.Module], guesses: Sequence[bool]) -> None:
+        batch = example_of_fit(trainer, options.example_batch)
+        count = 1 if run.runner is None else run.runner.count("training_step", batch)
+        first = split(batch, count, options.batch_splitter)[0][0]
+        step = partial(module.training_step, *step_arguments(module, "training_step", first))
+        context = setting.contexts.of("training_step", delays_loggers=True)
+        no_logs = replaced(module, "log", lambda *_, **__: None, reason="runs without logs")
+        around = contextlib.nullcontext() if watching is None else watching(units)
+        how: dict[str, Any] = {"name": "training_step", "randomness": randomness, "guesses": guesses}
+        with torch.enable_grad(), current_hook(module, "training_step"), context(), no_logs, around:
+            graphs.append(record(module, step, units, **how).graph)
+
+    layers = find_layers(dict(module.named_children())) if layers is None else layers
+    # Units as of stages where a step reads parameters inside of layers.
+    for units, guesses in itertools.product((layers, choose_units(module, 2)), GUESSES):
+        try:
+            record_with_optimizers(trainer, module, partial(record_with, units, guesses))
+            return assign(graphs[0], owner_stages(graphs[0], 1), 1)
+        except Exception as error:  # any step can be trained; only this estimate needs a recording
+            if failures is not None:
+                failures.append(error.with_traceback(None))
+    return None

@@ -1,0 +1,255 @@
+"""The table that is printed when a run starts, or its layout has changed: stages, messages and techniques.
+
+One that is long goes to a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.predict.ranks import KINDS, RankMemory
+from lightning_hybrid.run.description.lines import (
+    describe_batch,
+    describe_batch_norm,
+    describe_embeddings,
+    describe_environment,
+    describe_memory,
+    describe_offload_on_cpu,
+    describe_parameters,
+)
+from lightning_hybrid.run.description.memory import (
+    memory_of_ranks,
+    memory_of_stages,
+)
+from lightning_hybrid.run.run import Run
+from lightning_hybrid.soft_failures import only_informs
+from lightning_hybrid.step.objects.modules import shortened
+from lightning_hybrid.text import columns, sized, spanned
+
+if TYPE_CHECKING:
+    pass
+
+
+MAX_DETAILS = 16  # lines; more of them are written to a file
+_COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
+    "number of labels that are not ignored": ("classes",),
+    "number of elements that a mask selects": ("elements", "rows"),
+    "sum of a mask or of weights": ("divisor",),
+}
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations")
+FILE_NAME = "hybrid3d_layout.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class StartTable:
+    """Lines that are printed when a run starts.
+
+    Attributes:
+        layout: The layout, the batches and the parameters.
+        details: A row per stage, and the plans of layers.
+        rest: Memory, means and techniques.
+    """
+
+    layout: Sequence[str]
+    details: Sequence[str]
+    rest: Sequence[str]
+
+    def __str__(self) -> str:
+        """All lines."""
+        return "\n".join([*self.layout, *self.details, *self.rest])
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the details are better read in a file."""
+        return len(self.details) > MAX_DETAILS
+
+    def summary(self, path: str) -> str:
+        """Return the lines without the details, which are in the file ``path``."""
+        return "\n".join([*self.layout, *self.rest, f"{len(self.details)} lines on stages and layers: {path}"])
+
+
+def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
+    """Return the start table: sizes, stages, messages, and what each technique found.
+
+    Args:
+        run: Built, or only planned.
+        optimizers: Of the Trainer, in a run that trains.
+    """
+    setting = run.setting
+    options, layout = setting.options, setting.layout
+    first = run.plan.first.assignment if run.plan is not None and run.plan.first is not None else None
+    if first is not None and first.num_stages == 1:
+        first = None
+    head = [_describe_layout(layout) + ("" if first is None else f", schedule {options.schedule}")]
+    rank_of = (lambda stage: 0) if run.plan is None else run.plan.rank_of
+    details: list[str] = []
+    rest: list[str] = []
+    if setting.is_fitting:
+        batch = run.batch
+        count = 1 if batch is None else batch.num_microbatches
+        memory: list[RankMemory] | None = None
+        with only_informs("the estimated memory"):
+            memory = _expected_memory(run, optimizers, count, rank_of)
+        head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch)]
+        head += [*describe_embeddings(setting), describe_parameters(setting)]
+        is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
+        if memory is not None:
+            rest.append(describe_memory(memory_of_ranks(memory, run), is_upper_bound=is_upper_bound))
+        details += [] if first is None else _stage_rows(first, rank_of, memory)
+    elif first is not None:
+        details += _stage_rows(first, rank_of, None)
+    rest += [] if first is None else _shared_and_means(run, first)
+    if run.fallback is not None:
+        head.insert(1, run.fallback.line)
+    details += [line for technique in run.techniques for line in technique.details(run)]
+    return StartTable(head, details, [*rest, *describe_techniques(run)])
+
+
+def _expected_memory(
+    run: Run, optimizers: Sequence[Optimizer], count: int, rank_of: Callable[[int], int]
+) -> list[RankMemory]:
+    """The memory of each stage, with what a budget of it is expected to recompute, if there is one."""
+    memory = memory_of_stages(run, optimizers, count)
+    budgeted = next((each for each in run.techniques if each.budget is not None), None)
+    if budgeted is None:
+        return memory
+    from lightning_hybrid.run.description.memory import expected_recomputation
+
+    others = tuple(each for each in run.techniques if each is not budgeted)
+    full = memory_of_stages(dataclasses.replace(run, techniques=others), optimizers, count)
+    expected = expected_recomputation(budgeted.budget, memory, full, rank_of)
+    budgeted.expected = "" if expected is None else str(expected)
+    return memory if expected is None else expected.memory
+
+
+def describe_techniques(run: Run) -> list[str]:
+    """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any.
+
+    Args:
+        run: Built, or only planned.
+    """
+    setting = run.setting
+    options, lines = setting.options, []
+    lines += [line for technique in run.techniques for line in technique.lines(run)]
+    if options.offloaded:
+        stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
+        lines.append(f"offloaded: {', '.join(stores)}")
+    if options.optimizer_in_backward and setting.is_fitting:
+        lines.append("optimizer: each layer is stepped in the backward, and its gradients are freed")
+    return lines
+
+
+def _describe_layout(layout: ParallelLayout) -> str:
+    """Return the sizes of a layout in one line."""
+    head = (
+        f"hybrid3d: {layout.world_size} ranks = pipeline {layout.pipeline_parallel_size}"
+        f" x data {layout.data_parallel_size} x tensor {layout.tensor_parallel_size}"
+    )
+    if layout.context_parallel_size > 1:
+        head += f" x context {layout.context_parallel_size}"
+    return head
+
+
+def _stage_rows(
+    assignment: Assignment, rank_of: Callable[[int], int], memory: Sequence[RankMemory] | None
+) -> list[str]:
+    """Return a row per stage: its rank and units, what the rank holds for it, its cost, and what it sends."""
+    graph, costs = assignment.graph, assignment.costs()
+    rows = [["stage", "pipeline rank", "units", *(_COLUMNS if memory else ()), "cost", "sends per microbatch"]]
+    for stage in range(assignment.num_stages):
+        sends = [
+            f"{sized(sum(graph.values[v].nbytes for v in sent))} to {target}"
+            for (source, target), sent in assignment.portals.items()
+            if source == stage
+        ]
+        share = f"{100 * costs[stage] / sum(costs):.0f} %"
+        held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
+        cells = ["?" if size is None else sized(size) for size in held]
+        rank = str(rank_of(stage))
+        rows.append([str(stage), rank, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
+    return columns(rows)
+
+
+def _shared_and_means(run: Run, assignment: Assignment) -> list[str]:
+    """Return lines on parameters of several stages, and on means whose microbatches differ in their counts."""
+    options = run.setting.options
+    shared = [f"{name} on stages {list(stages)}" for name, stages in assignment.shared.items()]
+    lines = [f"shared parameters: {', '.join(shared[:4])}{' ...' if len(shared) > 4 else ''}"] if shared else []
+    if options.microbatch_weight is None and options.microbatches != 1 and (runner := run.staged_runner) is not None:
+        lines += _means(assignment.graph, runner.recorded_means, is_uneven=runner.has_weighted_means)
+    return lines
+
+
+def _means(graph: StepGraph, means: Collection[int], *, is_uneven: bool) -> list[str]:
+    """Return a line for each kind of count by which microbatches are weighted, with those of ``means`` that have it.
+
+    That of a loss over labels matters only where some labels are ignored: where the first batch ``is_uneven``.
+    """
+    nodes = [graph.nodes[index] for index in sorted(means)]
+    nodes = [node for node in nodes if is_uneven or node.averages != "classes"]
+    lines = []
+    for count, kinds in _COUNTS.items():
+        of_kind = [node for node in nodes if node.averages in kinds]
+        shown = [f"{node.name} ({_file_and_line(node.line)})" for node in of_kind]
+        more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+        if shown:
+            lines.append(f"each microbatch is weighted by its {count}: {', '.join(shown[:3])}{more}")
+    return lines
+
+
+def _file_and_line(line: str) -> str:
+    """The file of a user's line by its name; that of an installed package with the package."""
+    _, is_installed, within = line.partition("/site-packages/")
+    return within if is_installed else line.rsplit("/", 1)[-1]
+
+
+def _units(assignment: Assignment, stage: int) -> str:
+    nodes = [node for node, s in zip(assignment.graph.nodes, assignment.node_stage, strict=True) if s == stage]
+    units = list(dict.fromkeys(node.unit for node in nodes if node.unit is not None))
+    if not units:
+        return "(glue)"
+    return spanned([shortened(unit) for unit in units])
+
+
+@only_informs("the start table")
+def announce_run(run: Run, *, with_environment: bool) -> None:
+    """Print what a run does under its layout; on the first rank only, without any communication.
+
+    Args:
+        run: With optimizers, if it trains.
+        with_environment: Whether to print the ranks, the precision and the versions, which no layout changes.
+    """
+    setting = run.setting
+    if setting.world.mesh.rank:
+        return
+    table = describe_run(run, setting.trainer.optimizers if setting.is_fitting else [])
+    table = dataclasses.replace(table, rest=[*table.rest, *describe_offload_on_cpu(setting)])
+    if with_environment:
+        table = dataclasses.replace(table, layout=[*table.layout, *describe_environment(setting)])
+    path = _write(table, setting.trainer) if table.is_long else None
+    rank_zero_info(str(table) if path is None else table.summary(str(path)))
+
+
+@only_informs(f"the file {FILE_NAME}")
+def _write(table: StartTable, trainer: Any) -> Path | None:
+    """Write all lines to the folder of the logs; return the path, or None where it cannot be written."""
+    logger: Any = trainer.logger
+    folder = getattr(logger, "log_dir", None)
+    if folder:
+        _ = logger.experiment  # makes the folder; it would warn of a file that is there before it
+    folder = folder or getattr(logger, "save_dir", None) or trainer.default_root_dir
+    if "://" in str(folder):
+        return None
+    path = Path(folder) / FILE_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{table}\n", encoding="utf-8")
+    return path

@@ -1,0 +1,336 @@
+"""The lifecycle of a run: checks, agreement of the ranks, layouts one after the other, and a full module at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.memory.recompute.policies import Recompute
+from lightning_hybrid.params.shards import LocalShards
+from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.run.build import build_run
+from lightning_hybrid.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.run.contexts import StepContexts
+from lightning_hybrid.run.description.monitors import connect_monitors
+from lightning_hybrid.run.description.table import announce_run
+from lightning_hybrid.run.execution.first_step import FirstStepCheck
+from lightning_hybrid.run.execution.guard import MemoryGuard, guard_trials, searches_batch_size
+from lightning_hybrid.run.execution.layout import LayoutChooser, with_cuts_of_checkpoint
+from lightning_hybrid.run.execution.steps import StepExecution, StepPolicy
+from lightning_hybrid.run.module_state import FullOrShardedState
+from lightning_hybrid.run.optimization import connect_optimizers
+from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.setting import Setting
+from lightning_hybrid.soft_failures import only_informs
+from lightning_hybrid.strategies.logs.reduction import drop_logger_calls, silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.throughput import count_devices_in_throughput
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
+from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
+from lightning_hybrid.strategies.state.partial import check_is_full
+from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
+from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+from lightning_hybrid.techniques.batch_norm import synced_norms
+from lightning_hybrid.techniques.order import check_techniques
+
+if TYPE_CHECKING:
+    from lightning_hybrid.run.partition import ModulePartition
+
+
+class RunLifecycle:
+    """One run of a Trainer on one module, from `Strategy.setup` to `Strategy.teardown`.
+
+    Attributes:
+        setting: What stays when the layout changes.
+        state: The state of the module.
+        run: The present layout.
+        optimization: Its reducers and optimizers.
+        execution: Runs steps.
+        first_step: Compares the first one with one process.
+        changes: Changes the layout between steps.
+
+    Raises:
+        LayoutError: There is nothing to shard.
+        ValueError: Options do not go with this module.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        strategy: RankedStrategy,
+        *,
+        state: FullOrShardedState,
+        files: CheckpointFiles,
+        recompute: Recompute | None,
+        evaluated: Iterator[int],
+    ) -> None:
+        check_is_full(module)
+        is_fitting = trainer.state.fn == "fit"
+        world, precision = strategy.world, strategy.precision_plugin
+        world.until_end.callback(silence_sync_dist_advice())
+        options = with_cuts_of_checkpoint(trainer, strategy.options, world.layout)
+        if (float8 := getattr(precision, "float8", None)) is not None:
+            float8.check_layout(world.layout)
+        if recompute is not None:
+            from lightning_hybrid.strategies.user_code.hooks import check_scripted
+
+            check_scripted(module)
+        norms = None
+        if is_fitting:
+            check_techniques(options, world.mesh, precision, is_manual=not module.automatic_optimization)
+            norms = synced_norms(strategy._layer_sync, world.mesh, options.verify_first_step)
+        self.state, self._files = state, files
+        self._partition: ModulePartition | None = None  # of a layout that is not announced yet
+        self._is_announced = False
+        self._modes: list[tuple[nn.Module, bool]] = []  # of modules, before a trial of a batch size
+        self.optimization = Optimization()
+        self.setting = Setting(
+            trainer=trainer,
+            module=module,
+            world=world,
+            options=options,
+            precision=precision,
+            contexts=StepContexts(trainer, module, world, precision),
+            recompute=recompute,
+            saved_activations=strategy.saved_activations,
+            norms=norms,
+            averages=WeightAverages(trainer),
+            empty=None,
+            seed=0,
+        )
+        # A step that is recorded before there is a run may call backwards and optimizers (manual optimization).
+        self.run = Run(
+            setting=self.setting,
+            randomness=KeyedRandomness(0, world.device),
+            mesh=world.mesh,
+            parts=LocalShards(module, ()),
+            until_end=contextlib.ExitStack(),
+        )
+        self.execution = StepExecution(self, evaluated)
+        self.changes = LayoutChooser(self, self.execution)
+        self.first_step = FirstStepCheck(self)
+        if is_fitting and options.verify_first_step:
+            self.first_step.begin()
+        self.execution.policies = self._policies()
+
+    def begin(self, empty: EmptyInit | None) -> bool:
+        """Synchronize the initial weights of all ranks, and build the run; collective.
+
+        ``empty`` has the initial values of a module without storage; returns whether all of them have been assigned.
+        """
+        setting, world = self.setting, self.setting.world
+        if setting.needs_runner:  # before the module is sharded
+            from lightning_hybrid.strategies.logs.reduction import log_full_graph
+
+            world.until_end.callback(log_full_graph(setting.trainer, setting.module, is_empty=empty is not None))
+        sizes = world.layout.world_size, world.layout.data_parallel_size
+        world.until_end.callback(count_devices_in_throughput(setting.trainer, *sizes))
+        if empty is not None:
+            empty.hide(setting.module)
+        # Weights and generators must agree before anything is drawn or recorded.
+        copies = setting.averages.copies
+        seed = synchronize_start(setting.module, world.mesh, world.data_rank, world.device, copies)
+        self.setting = setting = dataclasses.replace(setting, empty=empty, seed=self._files.adopt_seed(seed))
+        if setting.is_fitting and empty is None:
+            build_optimizers(setting.trainer, setting.module, world, copies)
+        may_retry, is_filled = self._lay_out(may_retry=self.changes.may_retry, fills_empty=empty is not None)
+        if setting.is_fitting and empty is not None:  # only now are there values to read, in shards
+            with nullcontext() if self.run.hook_reads is None else self.run.hook_reads.hook("configure_optimizers"):
+                setting.trainer.strategy.setup_optimizers(setting.trainer)
+        self.changes.restrict(may_retry)
+        return is_filled
+
+    def connect_optimizers(self, built_with: frozenset[int] | None = None) -> None:
+        """Let the optimizers of the Trainer step the local shards; ``built_with`` as `connect_optimizers` of a run."""
+        optimizers: list[Optimizer] = self.setting.trainer.optimizers
+        # Some make states when they are built: of full parameters.
+        states = [optimizer.state_dict() for optimizer in optimizers] if self._is_sharded else []
+        made_states = any(state.get("state") for state in states)
+        for optimizer in optimizers if made_states else ():
+            optimizer.state.clear()
+        self.optimization = connect_optimizers(self.run, self, optimizers, built_with)
+        self.state.follow(self.run, self.optimization)
+        if made_states:
+            self.state.optimizers.load(optimizers, states)
+        for technique in self.run.techniques:
+            technique.connect(self.run, self.optimization)
+        self._announce()
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether ranks hold shards of parameters, or only some of them."""
+        return bool(self.run.parts) or self.run.is_pipelined
+
+    def move_optimizers(self) -> None:
+        """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""
+        optimizers = self.setting.trainer.optimizers
+        if not self.setting.is_fitting:
+            return  # there are none, or those of an earlier fit
+        if not self.optimization.offloaded:
+            _optimizers_to_device(optimizers, self.setting.device)
+        self.state.optimizers.pickle_in_full(optimizers)
+
+    def _policies(self) -> tuple[StepPolicy, ...]:
+        """What is done about training steps, in order; all ranks stop together where larger batches are tried."""
+        setting, world = self.setting, self.setting.world
+        policies: tuple[StepPolicy, ...] = self.first_step, self.changes
+        fits = setting.is_fitting and setting.options.microbatch is not None
+        if not fits and searches_batch_size(setting.trainer) and world.layout.world_size > 1:
+            guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
+            world.until_end.callback(guard_trials(world, guard, self._begin_trial, self._abandon_trial))
+        if not setting.is_fitting or not (fits or setting.needs_runner):
+            return policies
+        from lightning_hybrid.run.execution.fit import (
+            FittingMicrobatches,
+            WeightedMicrobatches,
+            check_microbatch_option,
+        )
+
+        if not fits:
+            return *policies, WeightedMicrobatches(self.execution, None)
+        guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
+        check_microbatch_option(setting)
+        fit = FittingMicrobatches(setting, guard)
+        return *policies, WeightedMicrobatches(self.execution, fit), fit
+
+    def _begin_trial(self) -> None:
+        self._modes = [(each, each.training) for each in self.setting.module.modules()]
+        if self.run.runner is not None:
+            self.run.runner.forget_batch_sizes()
+
+    def _abandon_trial(self) -> None:
+        self.execution.abandon()
+        self.run.active.end_evaluation()
+        for module, is_training in self._modes:
+            module.training = is_training
+        trainer = self.setting.trainer
+        trainer.training = True  # a validation may have failed
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
+        self._begin_trial()
+
+    # -- the owner of the run -----------------------------------------------------------------------------------------
+
+    @property
+    def gradients_are_complete(self) -> bool:
+        """Whether gradients are summed over stages and averaged over replicas now."""
+        return self.execution.gradients_are_complete
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether the next step is compared with one process."""
+        return self.first_step.is_pending
+
+    def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
+        """Return the state dict of a copy of the module as a checkpoint has it; collective."""
+        return self._files.averaged_state(copy)
+
+    def make_full(self, *, for_run: bool = False) -> None:
+        """Gather the full module on every rank, to train it on under another layout or at the end; collective."""
+        strategy: Any = self.setting.trainer.strategy
+        strategy.make_full(for_run=for_run)  # hooks of the user put their reads aside for this call
+
+    def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
+        """Build the run again between two steps, as `RunOwner.change_layout`."""
+        from lightning_hybrid.run.execution.agreement import check_layout
+        from lightning_hybrid.strategies.state.layout_changes import FullGradients, full_states
+
+        setting, run = self.setting, self.run
+        optimizers: list[Optimizer] = setting.trainer.optimizers
+        assert run.plan is not None
+        differ = any(technique.steps_alone(run) for technique in run.techniques)
+        copies = self.state.optimizers.ranks_of_copies if differ else [range(setting.layout.world_size)]
+        states = full_states(optimizers, partial(self.state.optimizers.full_state, of_each_copy=differ), copies)
+        gradients = FullGradients(
+            setting.module,
+            run.plan,
+            run.parts,
+            setting.world.mesh,
+            setting.device,
+            are_complete=self.gradients_are_complete,
+            replicas="dp_shard" if differ else "data",
+        )
+        for technique in run.techniques:
+            technique.carry(run, self.state.optimizers.full_state)
+        for optimizer in optimizers:
+            optimizer.state.clear()  # what it does is tried on a copy without any
+        self.make_full(for_run=True)
+        built_with = self.optimization.step_hooks
+        self._close_run()
+        may_retry, _ = self._lay_out(may_retry=may_retry, arguments=arguments, refusal=refusal)
+        self.state.optimizers.pickle_shards()  # copies are made to see what optimizers do
+        self.connect_optimizers(built_with)
+        with setting.world.as_launcher():
+            check_layout(self.run, self.optimization)
+        self.state.optimizers.pickle_in_full(optimizers)
+        self.state.optimizers.load(optimizers, states)
+        gradients.give(setting.module, self.run.plan, self.run.parts)
+        return may_retry
+
+    def _lay_out(self, *, may_retry: bool, **how: Any) -> tuple[bool, bool]:
+        self.run, self._partition, is_filled = build_run(self.setting, self, may_retry=may_retry, **how)
+        self.state.follow(self.run, self.optimization)
+        if not self.setting.is_fitting:  # there will be no optimizers
+            self._announce()
+        return may_retry if self._partition is None else self._partition.may_retry, is_filled
+
+    def _announce(self) -> None:
+        """Print the layout, once it has optimizers if it trains."""
+        setting, is_first = self.setting, not self._is_announced
+        announce_run(self.run, with_environment=is_first)
+        connect_monitors(self.run, None if self._partition is None else self._partition.graph)
+        if (
+            is_first
+            and setting.is_fitting
+            and setting.shards_module
+            and not setting.options.save_distributed_checkpoint
+        ):
+            optimizers = setting.trainer.optimizers
+            with only_informs("the estimated size of a checkpoint"):
+                warn_of_large_single_file(setting.trainer, setting.module, optimizers, **setting.sizes_of_states)
+        self._is_announced, self._partition = True, None
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Lightning's backward, and compare the gradients of the first step; return the loss, of shape ``()``."""
+
+        def then() -> None:
+            self.first_step.after_backward(is_complete=self.execution.is_syncing)
+
+        return self.execution.backward(loss, optimizer, *args, then=then, **kwargs)
+
+    def checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Check that a step of an optimizer is that of one process; return its closure, which checks gradients too.
+
+        Raises:
+            StepError: It is not.
+        """
+        connected = self.optimization.connected
+        return closure if connected is None else connected.check(optimizer, closure)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Leave a full module on every rank, and restore the user's objects."""
+        self.make_full()
+        if not self.state.has_failed:
+            self.setting.world.count_replicas_once(self.setting.trainer)
+        drop_logger_calls(self.setting.module)
+        self.setting.averages.leave()
+        self._close_run()
+
+    def _close_run(self) -> None:
+        self.execution.close()
+        self.run, self.optimization = self.run.close(), Optimization()
+        self.state.follow(self.run, self.optimization)

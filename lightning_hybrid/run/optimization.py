@@ -1,0 +1,287 @@
+"""The gradients and optimizers of a run: reducers, and steps that read, shard or offload."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hybrid.params.shards import AxisSharding, LocalShards
+from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.precision.message_dtypes import message_dtypes
+from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
+from lightning_hybrid.run.build import RunOwner
+from lightning_hybrid.run.in_backward import connect_steps_in_backward
+from lightning_hybrid.run.optimizer_steps.connected import ConnectedOptimizers
+from lightning_hybrid.run.optimizer_steps.full_steps import (
+    connect_full_parameter_steps,
+)
+from lightning_hybrid.run.optimizer_steps.limits import (
+    check_quantized_states,
+    check_random_rounding,
+    check_reads_of_stages,
+)
+from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.strategies.user_code.hooks import (
+    read_in_later_hooks,
+    step_hooks,
+    without_later_hooks,
+)
+from lightning_hybrid.strategies.world.callbacks import around_validation
+from lightning_hybrid.techniques.adascale import (
+    check_adascale,
+    connect_adascale,
+    has_adascale,
+)
+from lightning_hybrid.techniques.fused_adam import fuse_steps
+from lightning_hybrid.techniques.reducers import Reducers, connect_gradients
+
+if TYPE_CHECKING:
+    from lightning_hybrid.optimizers.offloaded import OffloadedStates
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
+
+
+def connect_optimizers(
+    run: Run, owner: RunOwner, optimizers: Sequence[Optimizer], built_with: frozenset[int] | None = None
+) -> Optimization:
+    """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients.
+
+    ``built_with`` are the numbers of the hooks on their steps that they were built with; None where they are new.
+    """
+    built_with = step_hooks(optimizers) if built_with is None else built_with
+    with without_later_hooks(optimizers, built_with):
+        made = _connect_optimizers(run, owner, optimizers)
+    if run.hook_reads is not None and not run.setting.is_manual:
+        for optimizer in optimizers:
+            undo = read_in_later_hooks(optimizer, built_with, run.hook_reads, lambda: not owner.state.is_full)
+            run.until_end.callback(undo)
+    return dataclasses.replace(made, step_hooks=built_with)
+
+
+def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
+    setting, undo = run.setting, run.until_end
+    _check_optimizers(optimizers, run.plan)
+    check_quantized_states(optimizers, setting.options, is_sharded=bool(run.parts))
+    reducers, tied, counted = connect_gradients(
+        setting.module,
+        run.plan,
+        run.mesh,
+        averages=not run.active.reduces_gradients or setting.is_manual,
+        experts=run.names_over("ep"),
+        reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
+        sharded=run.parts.names,
+    )
+    for reducer in reducers.values():
+        undo.callback(reducer.close)
+    counted_parameters = [p for p in setting.module.parameters() if id(p) in counted]
+    parts = _parts_of_norms(run)
+    if parts:
+        counted = {id(p) for p in counted_parameters if parts.is_first_owner(p)}
+    _connect_precision(run, counted, parts)
+    _step_in_float32(run, optimizers)
+    full = _step_full_parameters(run, owner, optimizers)
+    watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
+    offloaded = _offload(run, optimizers, [*watched, *full])
+    if setting.is_manual:
+        watched += _shard_manual_steps(run, optimizers)
+    if has_adascale(setting.trainer):
+        _connect_adascale(run, reducers, counted_parameters, counted)
+    return Optimization(
+        reducers=reducers,
+        tied=tied,
+        buffers=_broadcast_buffers(run),
+        offloaded=tuple(offloaded),
+        watched=tuple(watched),
+        in_backward=connect_steps_in_backward(run, optimizers, watched, offloaded, reducers),
+        connected=ConnectedOptimizers(
+            optimizers,
+            setting.module,
+            num_replicas=setting.world.mesh.size("data"),
+            has_copies=run.mesh.size("data") > 1 or bool(run.gathered_shardings) or run.is_pipelined,
+            sharded=run.parts.names,
+            is_manual=setting.is_manual,
+            unaveraged=lambda: {key: name for each in reducers.values() for key, name in each.unaveraged.items()},
+            is_sharded=bool(run.parts) or run.is_pipelined,
+            steps_in_backward=setting.options.optimizer_in_backward,
+            steps_in_float32=isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32,
+        ),
+    )
+
+
+def _parts_of_norms(run: Run) -> LocalShards:
+    """Return what of each gradient this rank has when it is clipped, and which ranks count it."""
+    if not run.setting.is_manual:
+        return run.parts
+    # Shards over replicas are gathered, so that each replica clips full gradients, but for those of experts.
+    gathered = run.gathered_shardings if run.names_over("ep") else ()
+    counted_once = [dataclasses.replace(sharding, placements={}) for sharding in gathered]
+    return LocalShards(run.setting.module, [*_shardings_in_step(run), *counted_once])
+
+
+def _connect_precision(run: Run, counted: set[int], parts: LocalShards) -> None:
+    """Let gradients be clipped by their norm over all ranks, which have these parts of them."""
+    setting = run.setting
+    if setting.shards_module or isinstance(setting.precision, HybridPrecision):
+        axes = ("pp", "cp", "tp" if setting.is_manual and not run.names_over("ep") else "parts")
+        slices = parts.first_owned_slices if parts else None
+        clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
+        precision = setting.mesh_precision
+        precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=slices, around_clipping=clipping)
+
+
+def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
+    """Let optimizers step float32 copies of bfloat16 parameters, below all that shards or offloads their steps."""
+    from lightning_hybrid.precision.stochastic_rounding import ParameterNames
+
+    setting, precision = run.setting, run.setting.precision
+    if not isinstance(precision, HybridPrecision) or not precision.steps_in_float32:
+        return
+    fuse_steps(optimizers, run.until_end)
+    sharded = setting.is_manual and bool(run.gathered_shardings)
+    check_random_rounding(precision, setting.device, setting.options.offloaded, shards_manual_steps=sharded)
+    undo = precision.step_in_float32(
+        optimizers,
+        ParameterNames(setting.module, optimizers),
+        seed=setting.seed,
+        step=lambda: setting.trainer.global_step,
+        shardings=run.parts.shardings,
+    )
+    run.until_end.callback(undo)
+
+
+def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that need all elements of a parameter have them; return those."""
+    module, is_full = run.setting.module, lambda: owner.state.is_full
+    if run.setting.is_manual and run.gathered_shardings:
+        from lightning_hybrid.run.optimizer_steps.manual import (
+            sum_norms_in_manual_steps,
+        )
+
+        sum_norms_in_manual_steps(optimizers, module, _shardings_in_step(run), run.mesh, is_full, run.until_end)
+        return []
+    if run.setting.is_manual and run.guards is None:
+        return []
+    return connect_full_parameter_steps(optimizers, module, run.mesh, run.parts, is_full, run.until_end)
+
+
+def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that need full parameters step those; fuse the steps of the others; return the former."""
+    setting, undo = run.setting, run.until_end
+    watched = _read_full_parameters(run, owner, optimizers)
+    check_reads_of_stages(setting.precision, watched if run.is_pipelined or setting.is_manual else [])
+    fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
+    mesh = setting.world.mesh
+    for optimizer in optimizers if mesh.size("data") > 1 else ():
+        if isinstance(optimizer, LBFGS):
+            from lightning_hybrid.strategies.user_code.optimizers import search_by_mean_loss
+
+            undo.callback(search_by_mean_loss(optimizer, partial(mesh.all_reduce, axis="data", op="mean")))
+    return watched
+
+
+def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that need full parameters read those; return them."""
+    setting, undo = run.setting, run.until_end
+    if setting.is_manual:
+        from lightning_hybrid.params.reads.agreement import HookAgreement
+        from lightning_hybrid.run.optimizer_steps.manual import (
+            read_full_parameters_in_manual_steps,
+        )
+
+        return read_full_parameters_in_manual_steps(
+            optimizers,
+            setting.module,
+            run.parts,
+            _shardings_in_step(run),
+            HookAgreement(
+                run.mesh.group("holders"),
+                setting.device,
+                partial(setting.world.rendezvous, compares=False),
+                "layer's",
+            ),
+            lambda: owner.state.is_full,
+            undo,
+        )
+    if run.hook_reads is None:
+        return []
+    from lightning_hybrid.strategies.user_code.optimizers import reads_of_optimizers, watch_step
+
+    watched = reads_of_optimizers(optimizers, run.hook_reads)
+    for optimizer, reads in watched.items():
+        undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
+    return list(watched)
+
+
+def _shardings_in_step(run: Run) -> list[AxisSharding]:
+    """The shardings that remain while a step of manual optimization runs: the others are gathered then."""
+    gathered = run.gathered_shardings
+    return [s for s in run.parts.shardings if not any(s is g for g in gathered)]
+
+
+def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[OffloadedStates]:
+    setting = run.setting
+    if not setting.options.offloaded:
+        return []
+    from lightning_hybrid.optimizers.layer_step import LayerwiseStep
+    from lightning_hybrid.techniques.offload import offload_states, parameters_by_layer
+
+    layers = parameters_by_layer(setting.module, run.plan)
+    offload, device = setting.options.offloaded, setting.device
+    float32 = isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32
+    made = offload_states(
+        optimizers, layers, offload, device, watched, run.until_end, run.active.regions, in_float32=float32
+    )
+    on_host = [each.host_optimizer for each in made if isinstance(each, LayerwiseStep) and each.host_optimizer]
+    if float32 and on_host:  # copies of the optimizers step copies of the parameters
+        run.until_end.callback(setting.mesh_precision.step_in_float32(on_host, {}, step=lambda: 0))
+    return made
+
+
+def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that the module calls itself step full or sharded parameters."""
+    full = [each for technique in run.techniques for each in technique.step_in_user_step(run, optimizers)]
+    if run.guards is not None:
+        from lightning_hybrid.strategies.user_code.optimizers import step_local_shards
+
+        for optimizer in optimizers:  # outermost: no other replacement of a step is guarded
+            run.until_end.callback(step_local_shards(optimizer, run.guards))
+    return full
+
+
+def _connect_adascale(
+    run: Run, reducers: Reducers, counted_parameters: Sequence[nn.Parameter], counted: set[int]
+) -> None:
+    setting, parts = run.setting, run.parts
+    mesh = setting.world.mesh
+    check_adascale(setting.layout, parts)
+    before = {id(p) for p in counted_parameters if parts.is_first_owner(p, within_replica=True)}
+    if not run.is_pipelined and mesh.rank_in("pp"):  # all of them run full batches
+        before = set()
+    is_copy = bool(run.gathered_shardings) and run.mesh.rank_in("dp_replicate")
+    if (runner := run.plain_runner) is not None:
+        runner.run_full_batches()  # the gradients of shares are not those of batches
+    connect_adascale(setting.trainer, mesh, (before, set() if is_copy else counted), reducers, run.active)
+
+
+def _broadcast_buffers(run: Run) -> ReplicaBufferBroadcast | None:
+    setting = run.setting
+    if run.mesh.size("data") == 1:
+        return None
+    buffers = ReplicaBufferBroadcast(setting.module, run.mesh.group("data"), setting.device)
+    run.until_end.callback(around_validation(setting.trainer, buffers.share, lambda: None))
+    return buffers
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -> None:
+    """Refuse optimizers that need parameters of several stages at once."""
+    has_stages = plan is not None and plan.num_ranks > 1
+    if has_stages and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS needs all parameters in one vector, but each rank holds its own stages, and configure_optimizers"
+            " does not name it; build it there, so that ranks hold shards instead of stages"
+        )

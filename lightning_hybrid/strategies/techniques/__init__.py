@@ -1,1 +1,0 @@
-"""Set-up of each parallelism technique in a run."""

@@ -1,0 +1,292 @@
+"""Activation checkpointing: which layers of the recorded step are recomputed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hybrid.errors import RecomputeError
+from lightning_hybrid.memory.free import free_bytes
+from lightning_hybrid.memory.recompute.amounts import parse_budget
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.memory.recompute.layers import Recomputation
+from lightning_hybrid.memory.recompute.policies import Policy, Recompute, is_selective, layer_policies
+from lightning_hybrid.pipeline.stages.plan import TraceVariant
+from lightning_hybrid.step.objects.modules import find_layers, shortened
+from lightning_hybrid.step.tracing.compiled import compiled_modules
+from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.world.ranks import RankWorld
+from lightning_hybrid.techniques.budget import BudgetProfile
+from lightning_hybrid.techniques.technique import Active, Technique
+
+
+class Recomputing(Technique):
+    """Layers save their inputs alone, or results of expensive operations too, and run again in the backward.
+
+    It is around the exchange of experts: a repeated forward meets the other ranks as the first one has.
+    """
+
+    def __init__(self) -> None:
+        self.layers: Recomputation | None = None
+
+    def decide(self, run: Any) -> None:
+        """Choose the layers.
+
+        Raises:
+            RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user
+                compiled.
+        """
+        setting = run.setting
+        budget = budgeted_layers(
+            setting.recompute, setting.world, setting.options, syncs_norms=setting.norms is not None
+        )
+        lists = [each for technique in run.techniques for each in technique.inseparable()]
+        how: dict[str, Any] = {
+            "compiled": setting.options.compile is not None,
+            "budget": budget,
+            "expert_lists": lists,
+        }
+        if run.is_pipelined:
+            self.layers = recompute_layers(setting.module, setting.recompute, run.plan.first, run.plan.stages, **how)
+        else:
+            self.layers = recompute_plain_layers(setting.module, setting.recompute, **how)
+
+    def build(self, run: Any, owner: Any) -> Active:
+        """Profile training batches, if a budget chooses the layers."""
+        if self.layers is None:
+            return Active()
+        if self.budget is not None and run.setting.is_fitting:
+            run.until_end.callback(BudgetProfile(run.setting, self.budget, owner).enter(run.setting.trainer))
+            run.until_end.callback(self.budget.close)
+        return _Recomputed(self.layers)
+
+    @property
+    def policies(self) -> Mapping[str, Policy]:
+        """The policy of each layer."""
+        return {} if self.layers is None else self.layers.policies
+
+    @property
+    def budget(self) -> BudgetedLayers | None:
+        """What chooses the layers once their bytes are measured, if the user has set a budget."""
+        return None if self.layers is None else self.layers.budget
+
+    def lines(self, run: Any) -> list[str]:
+        """Return which layers are recomputed."""
+        return (
+            []
+            if self.layers is None
+            else [describe_policies(self.layers.policies, run.setting.recompute, self.expected)]
+        )
+
+
+class _Recomputed(Active):
+    """The layers of this rank, while they run."""
+
+    def __init__(self, layers: Recomputation) -> None:
+        self._layers = layers
+
+    def running(self) -> AbstractContextManager[None]:
+        """Recompute layers that run inside in their backward."""
+        return self._layers.running()
+
+
+def budgeted_layers(
+    recompute: Recompute, world: RankWorld, options: Options, *, syncs_norms: bool
+) -> BudgetedLayers | None:
+    """Return what chooses the recomputation by a budget; None where ``recompute`` is none.
+
+    Args:
+        recompute: The option.
+        world: The ranks.
+        options: The arguments of the strategy.
+        syncs_norms: Whether BatchNorm takes means over replicas.
+    """
+    budget = parse_budget(recompute)
+    if budget is None:
+        return None
+    device, ranks_on_host = world.device, world.num_processes
+
+    def nbytes(before: int) -> int:
+        """Return the budget in bytes, from those that this rank uses between steps."""
+        if budget.nbytes is not None:
+            return budget.nbytes
+        assert budget.share is not None
+        free = free_bytes(device) / (ranks_on_host if device.type == "cpu" else 1)
+        if math.isinf(free):
+            raise RecomputeError(
+                f"recompute={recompute!r}: the free memory of {device} is unknown; set a number of bytes with its unit,"
+                " such as '6GiB'",
+                entry="recompute-budget",
+            )
+        return int(budget.share * (free + before))
+
+    name, in_full = f"recompute={recompute!r}", options.compile is not None
+    layout = world.layout
+    sharing = layout.tensor_parallel_size, layout.context_parallel_size, layout.expert_parallel_size
+    if max(sharing) > 1 or syncs_norms:
+        return AgreedLayers(world, nbytes, name, in_full=in_full)
+    return BudgetedLayers(device, nbytes, name, in_full=in_full)
+
+
+class AgreedLayers(BudgetedLayers):
+    """Ranks that communicate in layers: a layer that one of them repeats, all repeat. Each takes the lowest choice.
+
+    Shards of ZeRO may choose unlike layers: they gather in rounds, which any rank may begin.
+    """
+
+    is_agreed = True
+
+    def __init__(self, world: RankWorld, budget: Callable[[int], int], name: str, *, in_full: bool) -> None:
+        """Begins as `BudgetedLayers`, on all ranks of ``world``."""
+        super().__init__(world.device, budget, name, in_full=in_full)
+        self._world = world
+
+    @property
+    def wants_profile(self) -> bool:
+        """Whether any rank would profile the next batch; collective."""
+        with self._world.as_launcher():
+            votes = torch.tensor(int(super().wants_profile), device=self._device)
+            return bool(self._world.mesh.all_reduce(votes, "world", "max"))
+
+    def agreed(self, levels: Mapping[str, int], error: RecomputeError | None) -> Mapping[str, int]:
+        """Returns the lowest level that a rank chose for each layer; collective.
+
+        Raises:
+            RecomputeError: A rank could not choose.
+        """
+        rows: list[Any] = [None] * self._world.layout.world_size
+        with self._world.as_launcher():
+            dist.all_gather_object(rows, (levels, None if error is None else str(error)))
+        if (refusal := next(filter(None, (text for _, text in rows)), None)) is not None:
+            raise error or RecomputeError(f"on another rank: {refusal}", entry="recompute-budget")
+        return {fqn: min(row.get(fqn, level) for row, _ in rows) for fqn, level in levels.items()}
+
+
+def recompute_layers(
+    root: nn.Module,
+    recompute: Recompute,
+    variant: TraceVariant,
+    here: Collection[int],
+    *,
+    compiled: bool,
+    budget: BudgetedLayers | None = None,
+    expert_lists: Collection[nn.Module] = (),
+) -> Recomputation:
+    """Return the recomputation of layers of a recorded step, of those in the local stages ``here``.
+
+    Members of ``expert_lists``, whose ranks share them, are recomputed with the layer that routes tokens to them.
+
+    Raises:
+        RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user compiled.
+    """
+    recording, assignment = variant.recording, variant.assignment
+    layers = find_layers(recording.units, expert_lists)
+    if not layers:
+        raise RecomputeError(
+            f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
+        )
+    by_user = compiled_modules(root, recording.units.values())
+    policies = _policies(recompute, layers, by_user, compiled=compiled)
+    stages: dict[str, set[int]] = {}
+    for node, stage in zip(recording.graph.nodes, assignment.node_stage, strict=True):
+        if node.unit is not None:
+            stages.setdefault(node.unit, set()).add(stage)
+            if recording.templates[node.index].attribute_inputs:
+                # A second run would find on its modules what the next microbatch left there.
+                policies |= {fqn: "keep" for fqn in layers if _is_in(fqn, node.unit)}
+    local_layers = {
+        fqn: layer
+        for fqn, layer in layers.items()
+        if any(_is_in(fqn, unit) and at & set(here) for unit, at in stages.items())
+    }
+    return Recomputation(local_layers, policies, keyed=True, budget=budget)
+
+
+def recompute_plain_layers(
+    root: nn.Module,
+    recompute: Recompute,
+    *,
+    compiled: bool,
+    budget: BudgetedLayers | None = None,
+    expert_lists: Collection[nn.Module] = (),
+) -> Recomputation:
+    """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
+    layers = find_layers(dict(root.named_children()), expert_lists)
+    if not layers:
+        raise RecomputeError(
+            f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
+        )
+    policies = _policies(recompute, layers, compiled_modules(root), compiled=compiled)
+    return Recomputation(layers, policies, budget=budget)
+
+
+def _policies(
+    recompute: Recompute, layers: dict[str, nn.Module], by_user: Collection[int], *, compiled: bool
+) -> dict[str, Policy]:
+    """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full.
+
+    Raises:
+        RecomputeError: A pattern matches no layer; or a budget would have to choose for a layer that the user compiled.
+    """
+    policies = layer_policies(recompute, layers)
+    is_budget = parse_budget(recompute) is not None
+    compiled = compiled and not is_budget  # a budget recomputes compiled layers in full, or not at all
+    for fqn, layer in layers.items():
+        if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
+            if is_budget:
+                raise RecomputeError(
+                    f"recompute={recompute!r} is a budget, whose choice would be compiled into {fqn}, which you"
+                    " compiled; set compile='units' instead of that, or recompute to 'full', n for every n-th layer, or"
+                    " names of layers",
+                    entry="recompute-budget-compiled",
+                )
+            policies[fqn] = "full"
+    return policies
+
+
+def _is_in(fqn: str, unit: str) -> bool:
+    return fqn == unit or fqn.startswith(f"{unit}.")
+
+
+def describe_policies(policies: dict[str, Policy], recompute: Recompute | None, expected: str = "") -> str:
+    """Return a line for each policy: which layers are recomputed in full, or selectively.
+
+    Args:
+        policies: By layer.
+        recompute: The option.
+        expected: The share that a budget is expected to recompute, in words; empty if unknown.
+    """
+    in_full = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
+    selective = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
+    lines = []
+    if selective and parse_budget(recompute) is not None:
+        share = expected or "the share is printed once the optimizer has stepped twice"
+        lines.append(f"recomputed in the backward as recompute={recompute!r} needs it: {selective}; {share}")
+    elif selective:
+        lines.append(f"recomputed in the backward except expensive operations: {selective}")
+    if in_full or not lines:
+        requested = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
+        is_other = (
+            any(is_selective(each) or parse_budget(each) for each in requested) and "full" not in requested and in_full
+        )
+        reason = " (in full: compiled)" if is_other else ""
+        lines.append(f"recomputed in the backward{reason}: {in_full or 'nothing'}")
+    return "\n".join(lines)
+
+
+def _runs(chosen: dict[str, bool]) -> str:
+    """Return the names of chosen layers, neighbours as a number with the first and the last."""
+    runs = []
+    for is_chosen, group in groupby(chosen.items(), lambda item: item[1]):
+        names = [fqn for fqn, _ in group]
+        if is_chosen:
+            first, last = shortened(names[0]), shortened(names[-1])
+            runs.append(first if len(names) == 1 else f"{len(names)} layers from {first} to {last}")
+    return ", ".join(runs)

@@ -1,0 +1,58 @@
+"""What is said of a step for which ranks hold shards advises nothing worse than shards."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, LayoutError, StepError
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.run.contexts import _advise
+from lightning_hybrid.step.standins.numbers import branch_message, content_message
+from lightning_hybrid.strategies.state.layout_changes import Fallback
+
+REASONS = {
+    branch_message("net.py:3"): ", use torch.where",
+    content_message("net.py:3", "numpy"): "(it is filled in after the step)",
+    f"net.py:3: some are not. To let your code handle the batch, {WITHOUT_STAGES}": "some are not",
+    f"it is recurrent; {WITHOUT_STAGES}": "it is recurrent",
+    f"net.py:3: backward; add the term, or {WITHOUT_STAGES}": "; add the term",
+    f"net.py:3: reads it; set num_microbatches=1, apply transforms, or {WITHOUT_STAGES}": "apply transforms",
+    "it has 2 units; set pipeline_parallel_size * stages_per_rank to 2 or less": "stages_per_rank to 2 or less",
+}
+
+
+class Mesh:
+    def size(self, axis):
+        return 2
+
+    def with_shards_over(self, axes):
+        return self
+
+
+def fallback_of(reason, *, strict):
+    return Fallback(SimpleNamespace(automatic_optimization=True), Mesh(), ["pp"], reason, strict=strict)
+
+
+@pytest.mark.parametrize(("reason", "end"), REASONS.items())
+def test_no_stages_are_not_advised_where_shards_run(reason, end):
+    fallback = fallback_of(reason, strict=False)
+    assert fallback.line.startswith("sharded instead of pipelined: ") and fallback.line.endswith(end), fallback.line
+    with pytest.raises(LayoutError) as caught:
+        fallback_of(reason, strict=True).announce()
+    assert f"{end}; set strict_layout=False to have these 2 ranks hold shards" in str(caught.value)
+
+
+@pytest.mark.parametrize("reason", [reason for reason in REASONS if WITHOUT_STAGES in reason])
+def test_sizes_are_advised_where_there_are_no_stages(reason):
+    error = (ControlFlowError if "branches" in reason else StepError)(reason)
+    _advise(error, ParallelLayout(pipeline_parallel_size=2, tensor_parallel_size=2))
+    assert str(error) == reason
+    _advise(error, ParallelLayout(tensor_parallel_size=2, context_parallel_size=2))
+    assert str(error).endswith("set tensor_parallel_size=1 and context_parallel_size=1")
+
+
+def test_module_of_the_step_is_named():
+    module = nn.Linear(1, 1)
+    with pytest.raises(LayoutError, match=r"Linear\.training_step cannot be run under pipeline_parallel_size=2: why;"):
+        Fallback(module, Mesh(), ["pp"], "why", strict=True).announce()
