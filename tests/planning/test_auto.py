@@ -21,10 +21,10 @@ from harness.launched_jobs import run
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import LayoutError, PlanError
 from lightning_hybrid.experts import MoE
+from lightning_hybrid.planning import auto
 from lightning_hybrid.predict.costs.layers import EXPERT_PROOF
 from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
-from lightning_hybrid.strategies import auto
 from lightning_hybrid.strategies.options import auto_sizes
 from lightning_hybrid.strategies.options.auto_sizes import needs_plan, plan_options
 

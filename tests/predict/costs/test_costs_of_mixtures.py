@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid.experts import ExpertsAdapter, MoE, register_experts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
 from lightning_hybrid.experts.parallel import adapters
+from lightning_hybrid.planning import costs as strategies_costs
 from lightning_hybrid.planning.costs import record_costs
 from lightning_hybrid.predict.costs.layers import EXPERT_PROOF
 from lightning_hybrid.predict.costs.transformer import costs_from_config
@@ -20,7 +21,6 @@ from lightning_hybrid.predict.memory import predict_memory
 from lightning_hybrid.predict.search import search_layouts
 from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 from lightning_hybrid.step.recording import recorder
-from lightning_hybrid.strategies import costs as strategies_costs
 from models.expert_modules import SwappedNames
 from models.hand_written import VOCABULARY, WIDTH
 from models.mixtures import DeepseekV3, Expert, GptOss, LoopedExperts, Qwen3Moe
