@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from enum import IntEnum
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -34,6 +35,9 @@ class Place(IntEnum):
     HOOKS = 8  # hooks of the user see the step as a whole
 
 
+_places: WeakKeyDictionary[Optimizer, list[Place]] = WeakKeyDictionary()  # of replacements, from the inside
+
+
 def replace_step(
     optimizer: Optimizer, step: Callable[..., Any], place: Place | None, *, reason: str
 ) -> Callable[[], None]:
@@ -42,16 +46,29 @@ def replace_step(
     The new step has the attributes that learning rate schedulers have set on the old one. A replacement without a
     ``place`` may come at any time.
     """
-    before = getattr(optimizer.step, "place", None)
-    assert place is None or before is None or before < place, f"{before!r} is inside of {place!r}"
+    places = _places.setdefault(optimizer, [])
+    if place is not None:
+        assert not places or places[-1] < place, f"{places[-1]!r} is inside of {place!r}"
+        places.append(place)
 
     @wraps(optimizer.step)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # as the scheduler's own wrapper notes, which is replaced
         return step(self, *args, **kwargs)
 
-    counted.__dict__["place"] = before if place is None else place
-    return replace(optimizer, "step", MethodType(counted, optimizer), reason=reason)
+    put_back = replace(optimizer, "step", MethodType(counted, optimizer), reason=reason)
+
+    def undo() -> None:
+        if place in places:
+            places.remove(place)
+        put_back()
+
+    return undo
+
+
+def is_replaced(optimizer: Optimizer) -> bool:
+    """Whether something is done around the own step of an optimizer."""
+    return bool(_places.get(optimizer))
 
 
 def step_after_closure(

@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_hybrid.memory.recompute.profile import LiveBytes
-from lightning_hybrid.optimizers.replacement import Place, replace_step
+from lightning_hybrid.optimizers.replacement import Place, is_replaced, replace_step
 from lightning_hybrid.optimizers.state_file import HOST
 from lightning_hybrid.params.guards import can_guard
 
@@ -29,6 +29,8 @@ _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 def fuse_steps(optimizers: Iterable[Optimizer], until: contextlib.ExitStack) -> None:
     """Fuse host steps of torch's Adam and AdamW where that changes nothing but rounding, until ``until`` is closed."""
     for optimizer in optimizers:
+        if is_replaced(optimizer):  # fused already, within a step in float32
+            continue
         if type(optimizer) in (Adam, AdamW) and inspect.unwrap(optimizer.step) is inspect.unwrap(Adam.step):
             until.callback(_fuse(optimizer))
 
