@@ -75,7 +75,7 @@ class TensorPlanError(HybridError, ValueError):
 
 
 class ScheduleError(HybridError, ValueError):
-    """A schedule or program cannot run as written; those of the package can."""
+    """A schedule or program cannot run as written; the package's own can."""
 
     @classmethod
     def at(
@@ -242,7 +242,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised from."""
+    """Yield an error, and the errors that it was raised from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

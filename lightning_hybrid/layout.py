@@ -160,12 +160,12 @@ class ParallelLayout:
 
     @property
     def expert_contexts(self) -> int:
-        """Number of context ranks among those that shard one set of experts: as many as possible."""
+        """Number of context ranks among the ranks that shard one set of experts: as many as possible."""
         return math.gcd(self.context_parallel_size, self.expert_parallel_size)
 
     @property
     def expert_replicas(self) -> int:
-        """Number of ranks with different batches among those that shard one set of experts."""
+        """Number of ranks with different batches among the ranks that shard one set of experts."""
         return self.expert_parallel_size // self.expert_contexts
 
     @property

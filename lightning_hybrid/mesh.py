@@ -179,7 +179,7 @@ class Mesh:
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """All process groups of this rank, including those of meshes made of this one."""
+        """All process groups of this rank, and of meshes made of this one."""
         groups = [submesh.get_group() for submesh in self._submeshes.values()]
         return list({id(group): group for group in (*groups, *self._further.values())}.values())
 

@@ -139,7 +139,7 @@ def counts_in(batch: Any) -> Iterator[Count]:
 
 
 def uneven_masks(batch: Any, microbatches: Sequence[Any], weights: Sequence[float]) -> set[Count]:
-    """The counts of labels and masks whose shares in the microbatches differ from ``weights``, those of samples."""
+    """Counts of labels and masks whose shares per microbatch differ from ``weights``, the shares of samples."""
     found = set()
     for position, leaf in enumerate(_tensors(batch)):
         if leaf.is_floating_point() or leaf.is_complex():

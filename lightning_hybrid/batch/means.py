@@ -1,4 +1,4 @@
-"""Means over samples, labels or masks of a batch: how those of its microbatches become that of the batch.
+"""Means over samples, labels or masks of a batch: how the means of microbatches give the mean of the batch.
 
 Sums over the samples add up over microbatches. ``cross_entropy`` divides by the number of labels that are not ignored,
 or by the sum of their class weights; other code divides a sum by a number computed from the batch. The mean over a
@@ -61,7 +61,7 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
 
 
 def matching_values(local: StepGraph, full: StepGraph) -> dict[int, int]:
-    """Map the values of a step on the full batch to those of the step on a microbatch.
+    """Map the values of a step on the full batch to the values of the step on a microbatch.
 
     Operations that make a value per sample (``list(output)``) make more on the full batch: those have no counterpart.
     """

@@ -1,4 +1,4 @@
-"""Merges per-microbatch outputs to those of the full batch.
+"""Merges outputs of microbatches into the output of the full batch.
 
 The number of samples of each microbatch determines which entries are one per sample.
 """
@@ -54,7 +54,7 @@ class Microbatches:
     sizes: Sequence[int | None]
 
     def scalar_of(self, column: list[Any]) -> Tensor | None:
-        """The scalar of the full batch from those of the microbatches, where it is known to be no mean of these."""
+        """The scalar of the full batch from its microbatches' scalars, where it is known to be no mean of these."""
         return None
 
     def is_selected(self, microbatch: int, leaf: Any) -> bool:
@@ -65,7 +65,7 @@ class Microbatches:
 def join_arguments(
     calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]], microbatches: Microbatches, *, selects: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Join the arguments of calls of a metric, by microbatch, to those of one call for the full batch.
+    """Join the arguments of a metric's calls on microbatches into the arguments of one call on the full batch.
 
     Rows are joined also where there are several per sample (tokens), and where a mask selects them: labels have no
     mean, and predictions and targets have as many rows as each other. Integers, and floats without a fraction, that
@@ -273,7 +273,7 @@ def _made_columns(arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _is_made(column: Sequence[Any]) -> bool:
-    """Whether the microbatches have made tensors of rows, none of which is a tensor of the module."""
+    """Whether the microbatches have made tensors of rows, and no tensor of the module is among them."""
     if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in column):
         return False
     first = column[0]

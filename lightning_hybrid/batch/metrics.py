@@ -60,7 +60,7 @@ class FullBatchMetrics:
         self.adopt(sinks or {})
 
     def adopt(self, sinks: Mapping[str, nn.Module]) -> None:
-        """Patch those that are not patched yet."""
+        """Patch the classes that are not patched yet."""
         for fqn, sink in sinks.items():
             if self._sinks.get(fqn) is sink:
                 continue
@@ -142,7 +142,7 @@ class FullBatchMetrics:
 
     @property
     def calls(self) -> MetricCalls:
-        """The calls of the present step on this rank, for those that run other shares of the batch."""
+        """The calls of the present step on this rank, for the ranks that run other shares of the batch."""
         return {} if self._step is None else self._step.calls
 
     def origin(self, value: Any) -> tuple[str, int, int] | None:

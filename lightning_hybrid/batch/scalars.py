@@ -114,7 +114,7 @@ class ScalarResults:
 
 
 class BatchScalars(Microbatches):
-    """Scalars of a step for the full batch, as far as this rank has those of the microbatches."""
+    """Scalars of a step for the full batch, as far as this rank knows the scalars of the microbatches."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class BatchScalars(Microbatches):
         metrics: FullBatchMetrics,
         graphs: Sequence[StepGraph],
     ) -> None:
-        """Take what one stage computed; ``graphs`` are those of the microbatches."""
+        """Take what one stage computed; ``graphs`` has a graph for each microbatch."""
         total = sum(weights)
         super().__init__([weight / total if total else 1 / len(weights) for weight in weights], sizes)
         self._microbatches, self._metrics, self._graphs = microbatches, metrics, graphs
@@ -135,11 +135,11 @@ class BatchScalars(Microbatches):
         return self._value_and_kind(index)[0]
 
     def kind(self, index: int) -> str:
-        """What the scalar is of those of the microbatches: "mean" (weighted), "sum", "max", "min"; "" for another."""
+        """How microbatches' scalars give the scalar: "mean" (weighted), "sum", "max", "min"; "" in another way."""
         return self._value_and_kind(index)[1]
 
     def is_mean(self, index: int) -> bool:
-        """Whether the scalar is the weighted mean of those of the microbatches."""
+        """Whether the scalar is the weighted mean of the microbatches' scalars."""
         return self.kind(index) == "mean"
 
     def _value_and_kind(self, index: int) -> tuple[Tensor | None, str]:
@@ -168,7 +168,7 @@ class BatchScalars(Microbatches):
         return "sum" if all(self.kind(i) == "sum" for i in call.node.inputs) else ""
 
     def _computed(self, index: int) -> Tensor | None:
-        """A scalar that is no mean of those of the microbatches: a metric value, or recomputed; else None."""
+        """A scalar that is no mean of the microbatches' scalars: a metric value, or recomputed; else None."""
         calls = [results.calls.get(index) for results in self._microbatches]
         call = calls[0]
         if call is not None and all(other is not None and other.node.name == call.node.name for other in calls):
@@ -206,7 +206,7 @@ class BatchScalars(Microbatches):
         return mark is not None and self._graphs[microbatch].values[mark[1]].dynamic
 
     def scalar_of(self, column: list[Any]) -> Tensor | None:
-        """The scalar of the batch, from those of the microbatches that a metric was called with."""
+        """The scalar of the batch, from the scalars that a metric was called with in each microbatch."""
         marks = {mark[1] for scalar in column if (mark := getattr(scalar, MARK, None)) is not None}
         return self.value(marks.pop()) if len(marks) == 1 else None
 

@@ -61,7 +61,7 @@ def check_ranks(ranks: Any, layout: ParallelLayout | None = None) -> None:
 
 
 def select_ranks(layout: ParallelLayout, ranks: Ranks) -> list[int]:
-    """Returns the selected global ranks, those of one pipeline beside each other."""
+    """Returns the selected global ranks, ranks of one pipeline beside each other."""
     fixed = ranks if isinstance(ranks, Mapping) else {}
     if ranks == "first":
         fixed = {"data": 0, "context": 0, "tensor": 0}

@@ -67,7 +67,7 @@ def saved_tensors(root: nn.Module) -> dict[str, Tensor]:
 
 
 def own_state(root: nn.Module, *, is_copy: bool = False) -> dict[str, Any]:
-    """Call the module's ``state_dict``, that of its class for a copy whose method an average has replaced."""
+    """Call the module's ``state_dict``; the method of its class for a copy whose method an average has replaced."""
     state: dict[str, Any] = type(root).state_dict(root) if is_copy else root.state_dict()
     return state
 
@@ -285,7 +285,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
 
 
 def _tensors(entry: Any) -> dict[str, Tensor]:
-    """States of more than one number; those of classes of their own are quantized, in blocks."""
+    """States of more than one number; states in tensors of a class of their own are quantized, in blocks."""
     if not isinstance(entry, dict):
         return {}
     return {name: value for name, value in entry.items() if type(value) is Tensor and value.dim()}

@@ -72,7 +72,7 @@ class OwnedShards:
 
 
 def unsharded(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> OwnedShards:
-    """Describe a dense tensor of any shape, of which this rank has all elements.
+    """Describe a dense tensor of any shape that this rank has in full.
 
     ``counts`` tells whether this rank is the first one of its replica to have it; ``written_by`` is as in
     ``OwnedShards``.
@@ -133,11 +133,11 @@ class LocalState:
         return shard_of(self._axis_cuts, name, shape)
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The FQN of a parameter of the module, whose shape may be that of a shard; None for other tensors."""
+        """The FQN of a parameter of the module, whose shape may be its shard's; None for other tensors."""
         return self._names.get(id(parameter))
 
     def names_of(self, optimizer: Optimizer) -> list[str]:
-        """The FQNs of an optimizer's parameters by number; ``#number`` for those of no module."""
+        """The FQNs of an optimizer's parameters by number; ``#number`` where the module does not have one."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
 
@@ -150,7 +150,7 @@ class LocalState:
         return self._owners.has_states_of(parameter)
 
     def has_sharded_states(self, parameter: Tensor) -> bool:
-        """Whether this rank has shards of those optimizer states that have the parameter's full shape."""
+        """Whether this rank has shards of optimizer states that have the parameter's full shape."""
         return self.is_sharded(parameter) and parameter not in self._owners
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:

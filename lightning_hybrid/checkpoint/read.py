@@ -358,7 +358,7 @@ class _Targets(LoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader; its index is a pickle, of which only the classes that torch writes are accepted."""
+    """torch's reader; it unpickles its index, and accepts only classes that torch writes there."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index; raises a CheckpointError if the file contains something else."""
@@ -378,7 +378,7 @@ class _Index(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Look up a class by its name, among those that torch writes to an index."""
+        """Look up a class by its name, among the classes that torch writes to an index."""
         if module == torch_metadata.__name__ and name in _INDEX_CLASSES:
             return getattr(torch_metadata, name)
         if (module, name) == (torch_files.__name__, "_StorageInfo"):

@@ -71,7 +71,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def environment_variables(variables: Any) -> dict[str, str]:
-    """Return those of the variables that change how ranks run, and that cannot be secrets."""
+    """Return the variables that change how ranks run, and that cannot be secrets."""
     return {
         name: value
         for name, value in sorted(variables.items())

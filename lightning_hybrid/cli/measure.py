@@ -102,7 +102,7 @@ def _wait(kind: str) -> None:
 
 
 def _product_flops(kind: str) -> dict[str, float]:
-    """Largest FLOP/s of a square matrix product, by number format; those that the device lacks are left out."""
+    """Largest FLOP/s of a square matrix product, by the number formats that the device has."""
     rates = {name: _rate(getattr(torch, name), kind) for name in _DTYPES}
     if kind == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
         rates["float8"] = _rate(torch.float8_e4m3fn, kind)
@@ -189,7 +189,7 @@ def _time_all_reduces(kind: str) -> tuple[list[float], float]:
 
 
 def _memory(kind: str, num_devices: int) -> tuple[float, float]:
-    """Bytes of a device, and those that the framework takes of them."""
+    """Bytes of a device, and how many of them the framework takes."""
     if kind == "cuda":
         torch.ones(1, device=kind)
         return float(torch.cuda.get_device_properties(0).total_memory), _own_bytes(kind)

@@ -47,7 +47,7 @@ class StepBroken(Exception):
 
 
 class NumberExchange:
-    """Exchange of numbers of which each rank has some, and NaN for the others; it starts at once."""
+    """Exchange of numbers; a rank passes NaN for a number that it does not have. It starts at once."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class NumberExchange:
         return start_all_gather(torch.tensor(row, dtype=torch.float64, device=self._device), self._group)
 
     def finish(self) -> list[float]:
-        """Wait; returns for each number that of the first rank that has it, NaN if none does.
+        """Wait; returns each number as the first rank that has it passed it, NaN if none did.
 
         Raises:
             StepBroken: A rank aborted the step.

@@ -53,5 +53,5 @@ def all_arrive(group: dist.ProcessGroup, arrived: int, seconds: float) -> bool:
 
 
 def _store(group: dist.ProcessGroup) -> dist.Store:
-    """The store of the group itself: the default one is that of the world which the user's code sees, other on each."""
+    """The store of the group itself: the default store belongs to the world that the user's code sees."""
     return dist.distributed_c10d._get_process_group_store(group)

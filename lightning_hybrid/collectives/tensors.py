@@ -46,7 +46,7 @@ class TensorSpec(NamedTuple):
 def exchange_tensors(
     sent: Sequence[list[Tensor]], arriving: Sequence[Sequence[TensorSpec]], group: ProcessGroup
 ) -> list[list[Tensor]]:
-    """Send tensors to each rank of a group, and receive those that each rank sends; one all-to-all, collective.
+    """Send tensors to each rank of a group, and receive tensors from each rank; one all-to-all, collective.
 
     Args:
         sent: For each rank of the group, dense tensors of any shapes and dtypes, on one device. The lists are emptied

@@ -104,7 +104,7 @@ def grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None) -> Te
 
 
 class WithoutDropoutMode(TorchFunctionMode):
-    """Makes dropout, and that of attention, return its input; modules stay in training mode, and other draws remain."""
+    """Makes dropout, in attention too, return its input; modules stay in training mode, and other draws remain."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

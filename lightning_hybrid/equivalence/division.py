@@ -67,7 +67,7 @@ class Division:
 
 
 def divisions(unit: nn.Module, leaves: Iterable[Any], size: int, kept: Collection[int]) -> Iterator[Division]:
-    """Yields divisions to try: that of the smallest factor that makes the copy narrow enough first.
+    """Yields divisions to try: first by the smallest factor that makes the copy narrow enough.
 
     ``size`` is the number of tensor ranks times context ranks; sizes of ``kept`` (of vocabularies) are not divided.
     """

@@ -99,7 +99,7 @@ def _code_of(function: Any) -> Any:
 
 
 def _sizes_that_differ(full: ShapeTrace, narrow: ShapeTrace) -> tuple[set[int], set[tuple[int, int]]]:
-    """The sizes that are equal in two runs, and pairs of those that differ in dims that are not the last."""
+    """The sizes that are equal in two runs, and the pairs that differ in dims before the last."""
     equal: set[int] = set()
     pairs: set[tuple[int, int]] = set()
     for wide, small in zip(full.shapes(), narrow.shapes(), strict=True):

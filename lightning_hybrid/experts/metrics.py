@@ -57,7 +57,7 @@ class OfReports(Metric, ABC):
     count: Tensor
 
     def __init__(self, num_experts: int, **options: Any) -> None:
-        """Creates the metric for a layer of ``num_experts``; ``options`` are those of ``torchmetrics.Metric``.
+        """Creates the metric for a layer of ``num_experts``; ``options`` go to ``torchmetrics.Metric``.
 
         Raises:
             ValueError: ``num_experts`` is below 1.

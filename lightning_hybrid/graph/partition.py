@@ -291,7 +291,7 @@ def _elements(graph: StepGraph, updates: Collection[int]) -> tuple[list[int], di
 
 
 def _since_prepared(graph: StepGraph, node: Node, first_use: Mapping[str, int]) -> range:
-    """The nodes after the first of those that compute a unit's weights from its parameters, up to the unit itself."""
+    """The nodes between the first one that computes a unit's weights from its parameters, and the unit."""
     start = min((first_use[name] for name in node.parameters if name in first_use), default=node.index)
     before = graph.nodes[start : node.index]
     made = {value for earlier in before for value in earlier.outputs}
@@ -304,7 +304,7 @@ def _since_prepared(graph: StepGraph, node: Node, first_use: Mapping[str, int]) 
 
 
 def _uses_first(graph: StepGraph, updates: Collection[int]) -> list[Node]:
-    """All nodes, those that only update parameters last: an update is a use only if there is no other."""
+    """All nodes, the ones that only update parameters last: an update is a use only if there is no other."""
     return sorted(graph.nodes, key=lambda node: (node.index in updates, node.index))
 
 

@@ -68,7 +68,7 @@ class FullRows:
         return local
 
     def of_rank(self, grad: Tensor) -> Tensor:
-        """The gradient of what this rank's rows make, of that of logits of shape (rows, vocabulary)."""
+        """The gradient by this rank's rows, from the gradient by logits of shape (rows, vocabulary)."""
         return grad
 
     def summed(self, addend: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def _spans(num_rows: int, num_chunks: int) -> Iterator[slice]:
 
 
 class _Sums:
-    """The gradients of rows, weight and bias, added up over chunks; None for those that are not needed."""
+    """The gradients of rows, weight and bias, added up over chunks; None where one is not needed."""
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
         self.rows = torch.empty_like(rows) if needed[0] else None

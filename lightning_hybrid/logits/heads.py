@@ -171,7 +171,7 @@ def find_output_heads(
 def sharded_heads(
     root: nn.Module, heads: dict[str, nn.Linear], vocabularies: Mapping[str, Vocabulary]
 ) -> dict[str, Vocabulary]:
-    """The row ranges of heads that tensor ranks shard, by FQN; drops heads of which they shard the weight alone.
+    """The row ranges of heads that tensor ranks shard, by FQN; drops heads whose weight alone is sharded.
 
     Args:
         root: The user's module.

@@ -91,7 +91,7 @@ def _dims_of(item: Any) -> int:
 
 
 def _along_dim(x: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """``narrow``, ``select`` and ``index_select`` along another dim than that of the vocabulary."""
+    """``narrow``, ``select`` and ``index_select`` along another dim than the vocabulary's."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if not _is_last(x) or not isinstance(dim, int) or dim % len(x.shape) == x.class_dim:
         return NotImplemented

@@ -403,7 +403,7 @@ def _logsumexp(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def logits_at(x: VocabularyShard, rows: Tensor) -> Tensor:
-    """The values at these rows along the last dim, which is the sharded one; the shape is that of ``rows``."""
+    """The values at these rows along the last dim, which is sharded; the shape is the shape of ``rows``."""
     local, foreign = x.vocabulary.located(rows)
     return x.vocabulary.summed(x.local.gather(-1, local).masked_fill_(foreign, 0))
 

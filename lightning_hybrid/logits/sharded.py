@@ -93,7 +93,7 @@ class VocabularyTensor(VocabularyShard):
 
 
 def _set_item(x: VocabularyTensor, index: Any, value: Any) -> None:
-    """``x[index] = value``: written to the full tensor, of which each rank keeps its rows."""
+    """``x[index] = value``: written to the full tensor; each rank keeps its rows."""
     full = x.full_tensor().clone()
     full[materialize(index)] = materialize(value)
     x.copy_(full)
@@ -141,7 +141,7 @@ class _GatherFull(torch.autograd.Function, NotIntercepted):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The gradient, of the full shape, of which each rank gets its rows."""
+        """The gradient, of the full shape; each rank gets its rows."""
         return grad
 
 

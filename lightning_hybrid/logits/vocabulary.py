@@ -48,7 +48,7 @@ class Vocabulary:
         return addend
 
     def located(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Converts rows of the full vocabulary to local rows, and a mask of those of other ranks; these become 0.
+        """Converts rows of the full vocabulary to local rows, and a mask of other ranks' rows, which become 0.
 
         Both have the shape of ``rows``, which is any.
         An index outside the full vocabulary stays out of range on the first or on the last rank, so that a lookup there
@@ -64,7 +64,7 @@ class Vocabulary:
 
 
 def _full_stride(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
-    """The strides of the full tensor of which ``local`` is a shard: strides beyond the sharded dim grow with it."""
+    """The strides of the full tensor that ``local`` shards: strides beyond the sharded dim grow with it."""
     inner = local.stride(dim)
     block = inner * local.shape[dim]
     return tuple(
@@ -111,7 +111,7 @@ class VocabularyShard(ShardedTensorBase):
         vocabulary: Vocabulary,
         memory: _Memory | None = None,
     ) -> VocabularyShard:
-        """Wraps this rank's rows along ``dim``; ``memory`` is that of the shard of which this one is a view."""
+        """Wraps this rank's rows along ``dim``; ``memory`` belongs to the shard that this one is a view of."""
         made: VocabularyShard = torch.Tensor._make_wrapper_subclass(
             cls,
             (*local.shape[:dim], vocabulary.length, *local.shape[dim + 1 :]),

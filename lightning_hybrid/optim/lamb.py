@@ -73,7 +73,7 @@ class LAMB(TrustRatioOptimizer):
         return p, self._update(p, group)
 
     def step_parameter(self, p: Tensor, group: dict[str, Any], norms: tuple[Tensor, Tensor]) -> None:
-        """Step a parameter of any shape by the ratio of its norm and that of its update, both scalars."""
+        """Step a parameter of any shape by the ratio of its norm to its update's norm, both scalars."""
         weight_norm, update_norm = norms
         bounded = weight_norm if group["max_norm"] is None else weight_norm.clamp(max=group["max_norm"])
         has_ratio = (weight_norm > 0) & (update_norm > 0)

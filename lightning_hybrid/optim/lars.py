@@ -68,7 +68,7 @@ class LARS(TrustRatioOptimizer):
         return p, p.grad
 
     def step_parameter(self, p: Tensor, group: dict[str, Any], norms: tuple[Tensor, Tensor]) -> None:
-        """Step a parameter of any shape by the ratio of its norm and that of its gradient, both scalars."""
+        """Step a parameter of any shape by the ratio of its norm to its gradient's norm, both scalars."""
         assert p.grad is not None
         update = p.grad.clone()
         if p.dim() > 1:

@@ -117,7 +117,7 @@ class StepsInBackward:
     @below_read_guards
     @torch.no_grad()
     def step(self, parameters: Collection[Tensor]) -> None:
-        """Step those of these parameters that have gradients, which are final and are freed; others stay as they are.
+        """Step the parameters that have gradients, which are final and are freed; others stay as they are.
 
         Args:
             parameters: Of any shape.

@@ -73,7 +73,7 @@ class LayerwiseStep(OffloadedStates):
         self._undo = step_after_closure(optimizer, self._step, Place.STATES, reason="offloaded states, by layer")
 
     def _add_parameters(self) -> None:
-        """Take the optimizer's parameters, and those that were added to it since, layer by layer.
+        """Take the optimizer's parameters, also ones that were added to it since, layer by layer.
 
         Raises:
             OffloadError: There is no room for their states.
@@ -178,7 +178,7 @@ class LayerwiseStep(OffloadedStates):
             self._step_layer(number, members, kwargs)
 
     def _load(self, number: int, following: int) -> None:
-        """Read the states of a layer that are in a file, and begin to read those of another one."""
+        """Read the states of a layer that are in a file, and begin to read another layer's."""
         has_following = 0 <= following < len(self._layers)
         if self.file is not None:
             if has_following:

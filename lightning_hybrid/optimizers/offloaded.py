@@ -21,7 +21,7 @@ from lightning_hybrid.step.standins.tensors import is_absent
 
 
 class OffloadedStates(ABC):
-    """The states of one optimizer, of which some, or some of their parameters, are on the host or in a file.
+    """The states of one optimizer; some of them, or of their parameters, are on the host or in a file.
 
     Attributes:
         file: None where states are in the memory of the host, or where there are none.

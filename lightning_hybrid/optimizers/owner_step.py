@@ -62,7 +62,7 @@ class OwnerStep:
 
     @torch.no_grad()
     def _add_parameters(self) -> None:
-        """Assign owners to the optimizer's parameters, and to those that were added to it since.
+        """Assign owners to the optimizer's parameters, also to ones that were added to it since.
 
         Owners alone keep states that were made when the optimizer was built.
         """
@@ -173,7 +173,7 @@ class OwnerStep:
         return {name: (value, gradient if bool(flag) else None) for name, (value, gradient, flag) in tensors.items()}
 
     def _gather_along(self, axis: AxisSharding, number: int, tensors: dict[str, _Gathered]) -> dict[str, _Gathered]:
-        """Gather tensors of each parameter at its owner along one axis; returns those of which this rank is it."""
+        """Gather each parameter's tensors at its owner along one axis; returns this rank's own parameters."""
         size, rank = axis.group.size(), axis.group.rank()
         owner = {name: self._parts.owners.of(name)[number] for name in tensors}
         own = [name for name in tensors if owner[name] == rank]
@@ -192,7 +192,7 @@ class OwnerStep:
         return found
 
     def _scatter(self, names: Sequence[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """New local shards of parameters, of which owners pass full values."""
+        """New local shards of parameters; owners pass the full values."""
         tensors = {name: value.detach() for name, value in full.items()}
         exchanged = [n for n in names if self._parameters[n].requires_grad or self._parameters[n].grad is not None]
         shardings = self._parts.shardings
@@ -234,7 +234,7 @@ def _shard(full: Tensor, placement: Shard, rank: int, size: int) -> Tensor:
 
 
 def _specs_of(tensors: Sequence[Tensor], placement: Shard, rank: int, size: int) -> list[TensorSpec]:
-    """Shapes and dtypes of a rank's shards of tensors, of which ``tensors`` are those of this rank."""
+    """Shapes and dtypes of another rank's shards of tensors, from this rank's shards ``tensors``."""
     length = sum(length for _, length in placement.ranges(rank, size))
     specs = []
     for tensor in tensors:

@@ -126,7 +126,7 @@ class StateFile:
 
 
 def is_in_state_file(address: int) -> bool:
-    """Whether the memory at an address of this process is that of a state file."""
+    """Whether the memory at an address of this process belongs to a state file."""
     maps = (torch.frombuffer(mapped, dtype=torch.uint8) for file in _FILES for mapped in file.maps)
     return any(0 <= address - mapped.data_ptr() < mapped.nbytes for mapped in maps)
 

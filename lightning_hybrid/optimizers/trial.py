@@ -157,7 +157,7 @@ def has_low_bit_states(optimizer: Optimizer) -> bool:
 
 
 def _step(twin: Any) -> None:
-    """The step of a copy's class, without those that replace it; what it compiles runs uncompiled."""
+    """The step of a copy's class, without its replacements; what it compiles runs uncompiled."""
     _step_of(type(twin), twin)
 
 

@@ -1,4 +1,4 @@
-"""Pickles and copies of parameters of which this rank has a shard or nothing.
+"""Pickles and copies of parameters that this rank has as a shard, or not at all.
 
 In hooks of the user the modes of `params.reads` show full contents to `copy` and `pickle` too. Where none of them is
 active, a shard or an absent tensor would be copied as the parameter.

@@ -95,7 +95,7 @@ class Shard:
 
     @classmethod
     def unevenly(cls, dim: int, length: int, size: int) -> Shard:
-        """One piece with a shard for each rank, of which the last one may be smaller.
+        """One piece with a shard for each rank; the last shard may be smaller.
 
         Raises:
             ValueError: The shard of the last rank would be empty.
@@ -107,7 +107,7 @@ class Shard:
 
     @classmethod
     def allowing_empty(cls, dim: int, length: int, size: int) -> Shard:
-        """One piece with a shard for each rank, of which the last ones may be smaller, or empty."""
+        """One piece with a shard for each rank; the last shards may be smaller, or empty."""
         return cls(dim, (Piece(length, size, uneven=length % size > 0),))
 
     @classmethod

@@ -121,7 +121,7 @@ class LocalShards:
         return local
 
     def full_shape(self, name: str, value: Tensor) -> torch.Size:
-        """The full shape of a parameter, of which ``value`` is the local shard or the full tensor."""
+        """The full shape of a parameter, from ``value``, its local shard or the full tensor."""
         shape = list(value.shape)
         if not is_absent(value):
             for axis in reversed(self.shardings):
@@ -224,7 +224,7 @@ class LocalShards:
         return all(index == 0 or axis in sharded_over for axis, index in coordinates.items())
 
     def first_owned_slices(self, parameter: Tensor, local: Tensor) -> list[Tensor]:
-        """The slices of a local tensor of which this is the first rank that holds them.
+        """The slices of a local tensor that no rank before this one holds.
 
         Args:
             parameter: A parameter of the module, of any shape.

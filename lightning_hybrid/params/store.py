@@ -129,5 +129,5 @@ def set_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 
 
 def sharded_in(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of a module of which this rank has a shard now, by FQN."""
+    """The parameters of a module that are a shard on this rank now, by FQN."""
     return [(n, p) for n, p in root.named_parameters() if FULL_SHAPE in p.__dict__ and not is_absent(p)]

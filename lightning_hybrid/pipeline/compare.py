@@ -35,7 +35,7 @@ _LEAST = 1e-2  # gradients smaller than this share of the largest are compared w
 
 
 class GradientMatch(NamedTuple):
-    """Which weighting gives the gradients of a batch from those of its microbatches.
+    """Which weighting of the microbatches' gradients gives the gradients of their batch.
 
     Attributes:
         of_losses: Whether that of the losses does.
@@ -64,7 +64,7 @@ def compare_gradients(
     is_nonlinear: bool,
     calls_hooks: bool = False,
 ) -> GradientMatch | None:
-    """Compare gradients of a batch with those of its parts; None if the step has no such code, or cannot be compared.
+    """Compare gradients of a batch with its parts' gradients; None if the step has no such code, or cannot be compared.
 
     Collective over the ranks of ``any_rank``: a layer may be gathered from all of them.
 

@@ -227,14 +227,14 @@ class LogRun:
     """
 
     def __init__(self, plan: StagePlan, call: Call, batch: Any, pairs: Mapping[int, int], full: TraceVariant) -> None:
-        """Prepare the run on a batch of trace ``full``; ``pairs``: values of a microbatch by those of ``full``."""
+        """Prepare the run on a batch of trace ``full``; ``pairs`` maps its values to a microbatch's."""
         self._plan, self._call, self._batch, self._full = plan, call, batch, full
         values = full.recording.graph.values
         self._read = {v: pairs[v] for v in full.recording.values_read if v in pairs and not values[v].shape}
         self.reads = tuple(dict.fromkeys(self._read.values()))
 
     def numbers(self, read: Mapping[int, float]) -> dict[Key, float]:
-        """The numbers that the step logs of its batch and of what it reads; those of its graph are left out.
+        """The numbers that the step logs of its batch and of what it reads, without numbers of its graph.
 
         Args:
             read: The numbers of the full batch, by index in ``reads``; NaN where they are not known.

@@ -1,4 +1,4 @@
-"""Entries that a step appends to lists of its modules: one per batch, joined from those of the microbatches.
+"""Entries that a step appends to lists of its modules: one per batch, joined from the microbatches' entries.
 
 ``self.outputs.append(loss)`` is Lightning's idiom for values that the end of an epoch reads. If every microbatch has
 appended equally many entries to a list, they are joined entry by entry; all other changes of modules are those of
@@ -77,7 +77,7 @@ class AppendedEntries:
         losses: Sequence[float | None] = (),
         loss_weights: Sequence[float] = (),
     ) -> None:
-        """Replace the appended entries by those joined over all microbatches, also those of other ranks.
+        """Replace the appended entries by entries joined over all microbatches, other ranks' too.
 
         Args:
             rows: By attribute path of the list, the entries of each microbatch.
@@ -165,7 +165,7 @@ class ModuleChanges:
         )
 
     def rows(self, samples: int | None) -> bool:
-        """Whether a changed tensor may have a row for each sample of the batch, of which a microbatch needs some.
+        """Whether a changed tensor may have a row for each sample of the batch, so that a microbatch needs some rows.
 
         Args:
             samples: Number of samples of the batch; None if unknown.

@@ -39,7 +39,7 @@ class MeasuredLogs(Protocol):
 
     @property
     def reductions(self) -> tuple[tuple[Key, str], ...]:
-        """Keys that are known to be a mean, sum or extreme of those of parts."""
+        """Keys whose number is known to be a mean, sum or extreme of the parts' numbers."""
 
     @property
     def unexplained(self) -> tuple[tuple[Key, float, float], ...]:
@@ -86,18 +86,18 @@ class Entry:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it was a number that is no value of the step's graph, nor that of a metric."""
+        """Whether it was a number from outside of the step's graph, and no metric's value."""
         return self.is_number and self.value is None and self.metric is None and self.origin is None
 
     @property
     def how(self) -> str:
-        """Name of the reduction: "mean", "sum", "max", "min", or that of the user's function."""
+        """Name of the reduction: "mean", "sum", "max", "min", or the name of the user's function."""
         how = self.kwargs.get("reduce_fx", "mean")
         name = how if isinstance(how, str) else getattr(how, "__name__", "")
         return "mean" if name == "avg" else name
 
     def combine(self, weights: Sequence[float], counts: Sequence[int | None], over: str = "") -> float:
-        """The value of the batch, from those of the microbatches; ``reduce_fx`` then reduces over batches and replicas.
+        """The value of the batch, from the microbatches' values; ``reduce_fx`` then reduces over batches and replicas.
 
         Args:
             weights: Weights of all microbatches; the values of those that have not logged it are NaN.
@@ -147,7 +147,7 @@ def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
 
 
 def describe_unexplained(step: str, key: Key, full: float, mean: float) -> str:
-    """The warning about a logged number for which nothing gives that of a batch from those of its parts."""
+    """The warning about a logged number that the numbers of its batch's parts do not give."""
     return (
         f"{step} logs {key[0]!r}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
         " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is logged."

@@ -70,7 +70,7 @@ class ComparedLoss(NamedTuple):
     dtype: torch.dtype
 
     def agrees(self, other: float) -> bool:
-        """Whether a loss of the microbatches is that of the batch."""
+        """Whether a loss of the microbatches equals the batch's."""
         return is_same(self.full, other, self.dtype)
 
 
@@ -171,7 +171,7 @@ class LossMeanWeights:
     def compare_halves(
         self, call: Call, splitter: BatchSplitter | None, note: Callable[[Exception], object]
     ) -> list[ComparedLoss]:
-        """Compare the loss of a batch with that of its halves, of even and uneven sizes.
+        """Compare the loss of a batch with its halves' loss, of even and uneven sizes.
 
         Args:
             call: The call of the step.
@@ -194,7 +194,7 @@ class LossMeanWeights:
         return found
 
     def _compare(self, call: Call, given: Microbatches) -> ComparedLoss | None:
-        """The loss of a batch, and that of its weighted microbatches; None if the step draws random numbers.
+        """The loss of a batch, and of its weighted microbatches; None if the step draws random numbers.
 
         The step runs in training mode without dropout, on this rank alone, which has all layers; its effects are
         undone. Arguments as for ``of``.

@@ -235,7 +235,7 @@ def _numbers(logs: LogCapture) -> dict[Key, float]:
 
 
 def _reductions(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> list[str]:
-    """What a logged number of the batch may be of those of its parts: their "mean", "sum", "max" or "min"."""
+    """How the parts' numbers may give a logged number of the batch: as "mean", "sum", "max" or "min"."""
     hows: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
     bound = _ROUNDING.get(dtype, _ROUNDING_OF_HALF) * (abs(logged.full) or 1.0)
     found = [how for how, of in hows.items() if all(abs(of(parts) - logged.full) <= bound for parts in logged.parts)]
@@ -243,7 +243,7 @@ def _reductions(logged: Mean, weights: list[list[float]], dtype: torch.dtype) ->
 
 
 def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:
-    """The number of a batch with those of its parts, partition by partition."""
+    """The number of a batch with its parts' numbers, partition by partition."""
     remaining = iter(numbers[1:])
     return Mean(numbers[0], [[next(remaining) for _ in of] for of in weights])
 
@@ -267,7 +267,7 @@ def rounded_as(loss: Tensor) -> torch.dtype:
 
 
 def is_same(full: float, mean: float, dtype: torch.dtype) -> bool:
-    """Whether the loss of a batch, of this dtype, is that of its microbatches but for rounding, or not finite."""
+    """Whether the loss of a batch, of this dtype, equals its microbatches' but for rounding, or is not finite."""
     near = _ROUNDING.get(dtype, _ROUNDING_OF_HALF)
     return not math.isfinite(full) or math.isclose(full, mean, rel_tol=near, abs_tol=near * 1e-3)
 

@@ -336,7 +336,7 @@ class PlainRunner(MicrobatchRunner):
         self._warn_of(found)
 
     def _warn_of(self, found: LossWeighting) -> None:
-        """Warn that batches are not split, or else of logged numbers that are those of microbatches."""
+        """Warn that batches are not split, or else of logged numbers that hold for microbatches only."""
         if why := found.why_unsplit():
             self._warn(why)
             return
@@ -426,7 +426,7 @@ def _undo(snapshot: StepSnapshot | None, gradients: ParameterGradients, why: str
 
 
 def _weights(share: BatchShare, backwards: Backwards) -> tuple[list[float], list[float], list[float]]:
-    """The weights of microbatches by samples, those of their losses, and those with which backwards start."""
+    """The weights of microbatches by samples, in the loss, and with which backwards start."""
     if not backwards.weighs:
         return list(share.weights), list(share.loss_weights), [share.ranks * weight for weight in share.loss_weights]
     seeds = backwards.weights(share.microbatches)

@@ -384,7 +384,7 @@ def _stance(is_eager: bool) -> AbstractContextManager[object]:
 
 
 def _gathered(root: nn.Module, output: Any) -> Any:
-    """Gather the sharded tensors in the output of a step, and those that it has stored on modules."""
+    """Gather the sharded tensors in the output of a step, and the ones that it has stored on modules."""
     stored = [(path, leaf) for path, leaf in reachable_leaves(root, plain=False) if isinstance(leaf, ShardedTensorBase)]
     put(root, [path for path, _ in stored], [materialize(leaf).detach() for _, leaf in stored])
     return map_leaves(materialize, output)

@@ -119,7 +119,7 @@ class StepRunner(MicrobatchRunner):
                 record_once(self.plan, call.name, step, units, call.context, train=call.trains)
 
     def compare_recorded_means(self, call: Call, note: Callable[[Exception], object]) -> list[ComparedLoss]:
-        """Compare the loss of a batch with that of its halves, of even and uneven sizes, weighted by recorded means.
+        """Compare the loss of a batch with its halves' loss, of even and uneven sizes, weighted by recorded means.
 
         ``note`` takes an error that prevents it; this rank has all layers.
         """
@@ -244,7 +244,7 @@ class StepRunner(MicrobatchRunner):
         return StepSnapshot(self._root, written, batches=batches, writes_batch=writes_batch)
 
     def _weights(self, call: Call, given: Microbatches) -> tuple[list[float], MeanWeights]:
-        """The weight of each microbatch, and those of its recorded means that differ from it."""
+        """The weight of each microbatch, and the weights of its recorded means that differ from it."""
         if call.backwards.weighs:
             return call.backwards.weights(given.parts), ()
         if call.trains and (self.weighting.counts or not self._uses_recorded_means):

@@ -168,7 +168,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
 
 
 def _hardware(device: torch.device, devices: int) -> Hardware:
-    """The preset of a device, with its own memory; that of a CPU is what is free, divided by the ranks of the node."""
+    """The preset of a device, with its own memory; on a CPU free memory, divided by the ranks of the node."""
     if device.type != "cuda":
         return dataclasses.replace(load_hardware("cpu"), memory=free_on_host() / devices, devices_per_node=devices)
     found = torch.cuda.get_device_properties(device)

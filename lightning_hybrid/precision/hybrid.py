@@ -283,7 +283,7 @@ class HybridPrecision(MixedPrecision):
             self._norm.clip(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clips gradients by value; a rank may have none of those that this optimizer steps, which torch refuses."""
+        """Clips gradients by value; a rank may have no gradient that this optimizer steps, which torch refuses."""
         if any(parameter.grad is not None for parameter in self.main_params(optimizer)):
             super().clip_grad_by_value(optimizer, clip_val)
 

@@ -67,7 +67,7 @@ def _xor_shifted(x: Tensor, count: int) -> Tensor:
 
 
 class ParameterNames(dict[int, str]):
-    """Names of the parameters of optimizers by id, also of those that are added to them later.
+    """Names of the parameters of optimizers by id, also of parameters that are added to them later.
 
     A parameter is named by its FQN, and one outside the module by its place in the optimizers.
     """

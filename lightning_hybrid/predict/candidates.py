@@ -227,7 +227,7 @@ class Candidates:
         return changes
 
     def _shard_changes(self, layout: PlanLayout) -> Iterator[dict[str, Any]]:
-        """Shards over all replicas, over those of a node, or over those of eight nodes."""
+        """Shards over all replicas, over the replicas of a node, or over the replicas of eight nodes."""
         node = max(1, self.hardware.devices_per_node // (layout.tensor * layout.context))
         for largest in (layout.data, node, 8 * node):
             shard = math.gcd(layout.data, largest)

@@ -110,14 +110,14 @@ class Correction:
         return max(TIE, spread, self._share_of_error(layout) * TIME_ERROR) + unexplained
 
     def memory_error(self, layout: PlanLayout) -> float:
-        """Return the relative error bar of a layout's memory: that of the measured layout is 3 %."""
+        """Return the relative error bar of a layout's memory; 3 % for the measured layout."""
         return MEMORY_ERROR if self.memory is None else max(TIE, MEMORY_ERROR * self._share_of_error(layout))
 
     def _share_of_error(self, layout: PlanLayout) -> float:
         return min(1.0, math.sqrt(difference(layout, self.layout) / NEAR))
 
     def _distance(self, layout: PlanLayout) -> float:
-        """From 0 for the measured layout to 1 for one of which the measurement says the least."""
+        """From 0 for the measured layout to 1 for the layout that the measurement says least about."""
         return min(1.0, difference(layout, self.layout) / FAR)
 
 

@@ -129,7 +129,7 @@ def _bars(rows: Sequence[tuple[str, Mapping[str, float], str]], mark: float | No
 
 
 def _schedule(plan: Plan) -> list[str]:
-    """Return the swim-lanes of a plan with several stages; of long schedules, those of fewer microbatches."""
+    """Return the swim-lanes of a plan with several stages; with fewer microbatches where its schedule is long."""
     layout, time = plan.layout, plan.time
     if layout.pipeline == 1 or layout.pipeline > 2 * _MOST_RANKS or time is None:
         return []

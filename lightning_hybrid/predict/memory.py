@@ -178,7 +178,7 @@ def _activations(
     number_format: NumberFormat,
     constants: MemoryConstants,
 ) -> dict[str, float]:
-    """Bytes saved for the backward of all microbatches in flight, and those of one layer's backward, or of the loss."""
+    """Bytes saved for the backward by all microbatches in flight, and by one layer's backward, or the loss."""
     saved = one_layer = loss = waiting = 0.0
     for stage, microbatches in zip(stages, in_flight, strict=True):
         for layer, count in stage:

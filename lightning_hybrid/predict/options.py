@@ -119,7 +119,7 @@ def _is_count(value: Any) -> bool:
 
 
 def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what options of the strategy fix of a layout; those that are "auto" fix nothing.
+    """Return what options of the strategy fix of a layout; an option "auto" fixes nothing.
 
     Args:
         options: By their full names, those alone that the user has set.

@@ -189,7 +189,7 @@ class SearchResult:
 def simplest_of_tied(
     plans: Collection[Plan], score: Callable[[Plan], tuple[float, ...]], chosen: float = float("inf")
 ) -> Plan:
-    """Return the simplest plan within the tie of the best, of those that fit with their error bar if there is one.
+    """Return the simplest plan within the tie of the best; one that fits with its error bar if there is any.
 
     Args:
         plans: With a time.

@@ -78,7 +78,7 @@ class PlannedRun:
         return len({plan.layout.batch for plan in self.result.plans[:most]}) > 1
 
     def compared_samples(self, most: int) -> str:
-        """Return for which samples the reasons give times, where the best plans differ in those of a step."""
+        """Return the samples for which reasons give times, where the best plans differ in the samples of a step."""
         samples = self.result.best.layout.batch
         return f", times of {samples:,} samples" if self.has_several_batches(most) else ""
 

@@ -31,7 +31,7 @@ class GeneratorStates:
         self._accelerator = None if accelerator is None else accelerator.get_state()
 
     def on(self, device: torch.device) -> GeneratorStates:
-        """Use the generator of another device, such as that of the process that received these states."""
+        """Use the generator of another device, such as the receiving process has."""
         self._device = device
         return self
 

@@ -333,7 +333,7 @@ def _rows(leaf: Any, dim: int) -> int:
 
 
 def _chunk(leaf: Any, dim: int, begin: int, length: int, rows: int) -> Any:
-    """The share of a tensor of which each of the ``rows`` has one or more entries; or a number of rows."""
+    """Each of the ``rows``' share of a tensor, one or more entries; or a number of rows."""
     if not isinstance(leaf, Tensor):
         return length
     each = leaf.shape[dim] // rows

@@ -78,7 +78,7 @@ class ReplicaBufferBroadcast:
                 buffers[name].copy_(total.view(buffers[name].shape) / flag)
 
     def step_alone(self, is_local: bool) -> None:
-        """Leaves buffers as those of this rank, or shares them, from now on."""
+        """Leaves this rank's buffers as they are, or shares them, from now on."""
         self.is_local = is_local
 
     def after_step(self, *, averaged: bool) -> None:

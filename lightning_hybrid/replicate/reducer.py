@@ -133,7 +133,7 @@ class GradientReducer:
         self.average = average
 
     def step_alone(self, is_local: bool) -> None:
-        """Leaves gradients as those of this rank, or averages them, from now on."""
+        """Leaves this rank's gradients as they are, or averages them, from now on."""
         self.is_local = is_local
 
     def arm(self) -> None:
@@ -427,7 +427,7 @@ class JointReducer:
             reducer.compress(average)
 
     def step_alone(self, is_local: bool) -> None:
-        """Leaves gradients as those of this rank, or averages them, from now on."""
+        """Leaves this rank's gradients as they are, or averages them, from now on."""
         for reducer in self._reducers:
             reducer.step_alone(is_local)
 

@@ -218,7 +218,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
 
 
 def _loaders_synchronize(run: Run, refers: bool) -> bool:
-    """Return whether fetches of a loader synchronize with those of other replicas; collective."""
+    """Return whether a loader's fetches synchronize with the fetches of other replicas; collective."""
     world = run.setting.world
     with world.as_launcher():
         if not run.active.guards_loaders or not world.decide(refers, all_ranks=False):

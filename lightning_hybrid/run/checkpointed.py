@@ -83,7 +83,7 @@ class CheckpointedStrategy(RankedStrategy):
         return self._empty
 
     def connect_state(self, module: pl.LightningModule) -> None:
-        """Follow the module of a run; the states of optimizers are those of the latest fit."""
+        """Follow the module of a run; the states of optimizers stay as the latest fit left them."""
         fits = module._trainer is None or module._trainer.state.fn == "fit"
         kept = None if fits or self._state is None else self._state.optimizers
         self._state = FullOrShardedState(module, self.world, kept)

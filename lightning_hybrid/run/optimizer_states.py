@@ -45,7 +45,7 @@ class OptimizerStates:
         self._unpickled = contextlib.ExitStack()  # when closed, optimizers pickle the local shards of their states
 
     def join(self, world: RankWorld) -> None:
-        """Use the ranks of a run; their process groups are those of the fit."""
+        """Use the ranks of a run, which has the process groups of the fit."""
         self._world = world
 
     def follow(self, run: Run, optimization: Optimization) -> None:
@@ -77,7 +77,7 @@ class OptimizerStates:
         return LocalShards(self._module, ()) if self._run is None else self._run.parts
 
     def full_state(self, optimizer: Optimizer, *, of_each_copy: bool = False) -> dict[str, Any]:
-        """Gather the state dict of an optimizer on the first rank, or on that of each copy of the model; collective."""
+        """Gather the state dict of an optimizer on the first rank, or of each copy of the model; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         self.check_files()

@@ -150,7 +150,7 @@ def peer_of(instruction: Send | Receive, schedule: Schedule) -> int:
 
 
 def _users_of(message: Message) -> tuple[Action, ...]:
-    """The actions of which one waits for a message."""
+    """The actions before which a rank waits for a message."""
     kinds = (Kind.F,) if message.direction == "forward" else (Kind.B, Kind.I)
     return tuple(Action(kind, message.target, message.microbatch) for kind in kinds)
 

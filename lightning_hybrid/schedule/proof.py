@@ -128,7 +128,7 @@ class _StrictExecution:
             )
 
     def _match(self, rank: int, peer: int) -> None:
-        """Let the k-th transfers of both sides of a pair meet, or those of one tag, as far as both have issued them."""
+        """Let the k-th transfers of both sides of a pair meet, within one tag, as far as both have issued them."""
         here, there = self._issued[rank, peer], self._issued.get((peer, rank), [])
         if self.program.channel == "tags":
             self._arrived.update({one.message for one, _ in here[-1:]} & {other.message for other, _ in there})

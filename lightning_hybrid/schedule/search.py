@@ -213,7 +213,7 @@ _MAX_PLACED = 500_000
 
 
 def search_schedule(name: str, fixed: tuple[Schedule, ...], max_in_flight: int, costs: StageCosts) -> Schedule:
-    """The shortest of some schedules and of those that `list_schedule` makes by all rules.
+    """The shortest of some schedules and of what `list_schedule` makes by all rules.
 
     It stops at a schedule that no order can shorten, or after a fixed number of placed actions: all ranks find the
     same.

@@ -93,7 +93,7 @@ def simulate(
 
 
 def without_waits(measured: Timeline, schedule: Schedule, portals: Portals) -> Timeline:
-    """A measured timeline in which no action begins before the last of those that it needs has ended.
+    """A measured timeline in which no action begins before all actions that it needs have ended.
 
     A forward may begin before what it needs has come, and waits inside: that is no work.
     """

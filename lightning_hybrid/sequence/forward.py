@@ -139,7 +139,7 @@ class ShardedSequence(FullSequence):
         return rebuild_call(leaves, args, kwargs, plain)
 
     def end(self, output: Any, *, keep_sharded: bool) -> Any:
-        """The unit's result: gathered, or as `SequenceShard` of which the next unit uses this rank's positions."""
+        """The unit's result: gathered, or a `SequenceShard` whose local positions the next unit uses."""
         leaves, spec = flatten(output)
         if self._learning:
             self.outputs = tuple(index for index, leaf in enumerate(leaves) if self._fits(leaf))
@@ -197,7 +197,7 @@ class ShardedSequence(FullSequence):
         return shard_sequence(value, value.sharding if value.sharding == self.inner else self.sharding)
 
     def represent(self, local: Tensor, *, of_region: bool = False) -> SequenceShard:
-        """The lazy tensor for a shard, of the full shape or that of the tensor ranks together; one for each value."""
+        """The lazy tensor for a shard, of the full shape or the tensor ranks' shape together; one for each value."""
         sharding = self.inner if of_region and self.inner is not None else self.sharding
         key = id(local), sharding is self.sharding
         cached = self._shards.get(key)

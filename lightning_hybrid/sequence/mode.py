@@ -156,7 +156,7 @@ class RingAttentionMode(TorchFunctionMode):
         return self.attend(query, key, value, tuple(masks), is_causal)
 
     def keys_are_local(self, site: Site, query: Tensor, key: Tensor) -> bool:
-        """Whether the keys of a call are those of the local positions, and not of another sequence.
+        """Whether the keys of a call are at the local positions, and not of another sequence.
 
         Args:
             site: The call.

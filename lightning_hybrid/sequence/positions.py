@@ -140,7 +140,7 @@ def gather_sequence(local: Tensor, sharding: AnySharding) -> Tensor:
 
 
 def enter(local: Tensor, sharding: AnySharding) -> Tensor:
-    """All-gathers ``local_length`` positions to the full shape, for a region, of whose work each rank does a share."""
+    """All-gathers ``local_length`` positions to the full shape, for a region; each rank does a share of its work."""
     return LinearMap.apply(local, sharding.gathered, sharding.summed)
 
 
@@ -220,7 +220,7 @@ class SequenceShard(LazyFullTensor):
         return gather_sequence(self.local, self.sharding)
 
     def entered(self) -> Tensor:
-        """The full shape, for a region, of whose work each rank does a share; gathered once."""
+        """The full shape, for a region; each rank does a share of its work. Gathered once."""
         if self._entered is None:
             self._entered = enter(self.local, self.sharding)
         return self._entered

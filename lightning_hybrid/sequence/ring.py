@@ -47,7 +47,7 @@ def ring_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attends from this rank's positions to those of all ranks; collective, forward and backward.
+    """Attends from this rank's positions to all ranks' positions; collective, forward and backward.
 
     Args:
         query: ``(batch, heads, local positions, features of a head)``, or without a batch.
@@ -226,7 +226,7 @@ class _Passed:
         self.tensors, self._order, self._ranks = tensors, order, ranks
 
     def pass_on(self, current: int) -> None:
-        """Sends the tensors, of the positions of rank ``current``, to the next rank; takes those of the rank before."""
+        """Sends the tensors, of the positions of rank ``current``, to the next rank; receives from the rank before."""
         ranks = self._ranks
         if ranks.size == 1:
             return

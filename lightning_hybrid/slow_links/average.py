@@ -201,7 +201,7 @@ class PendingSum:
 
 
 class PendingAverage:
-    """An average that was started, of gradients of which some are sent as they are."""
+    """An average of gradients that was started; some of them are sent as they are."""
 
     def __init__(
         self, average: CompressedAverage, names: Sequence[str], gradients: Sequence[Tensor], flags: Tensor

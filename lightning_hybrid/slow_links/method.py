@@ -29,7 +29,7 @@ class Piece:
 
 
 class Traffic:
-    """Bytes that this rank sends to average gradients, and those that it would send without compression.
+    """Bytes that this rank sends to average gradients, with and without compression.
 
     A ring is assumed, as in docs/communication.md: of n bytes over k ranks, an all-reduce sends ``2 n (k - 1) / k``
     bytes per rank, an all-to-all ``n (k - 1) / k``, and an all-gather of n bytes of each rank ``n (k - 1)``.

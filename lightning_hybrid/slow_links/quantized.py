@@ -142,7 +142,7 @@ class LowPrecision(Method):
         self.dtype = dtype
 
     def compresses(self, dtype: torch.dtype, rows: int, columns: int) -> bool:
-        """Whether elements of a gradient take more bytes than those of the message."""
+        """Whether elements of a gradient take more bytes than elements of the message."""
         return dtype.itemsize > self.dtype.itemsize
 
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:

@@ -35,7 +35,7 @@ class Actives(Active):
         return self._of[name]
 
     def _around(self, name: str, *args: Any) -> AbstractContextManager[Any]:
-        """Enter the contexts of a name, that of the innermost technique first."""
+        """Enter the contexts of a name, the innermost technique's first."""
         methods = self._methods(name)
         if len(methods) < 2:
             return methods[0](*args) if methods else nullcontext()
@@ -92,7 +92,7 @@ class Actives(Active):
         self._call("end_evaluation")
 
     def running(self) -> AbstractContextManager[None]:
-        """Replace the forwards of layers inside: a technique's around those of inner ones."""
+        """Replace the forwards of layers inside: a technique's goes around the forwards of inner ones."""
         return self._around("running")
 
     def settle(self) -> None:

@@ -14,7 +14,7 @@ from lightning_hybrid.techniques.technique import Active, Technique
 
 
 class ChunkedLosses(Technique):
-    """Output heads return lazy logits, of which a loss computes one chunk of positions after the other.
+    """Output heads return lazy logits; a loss computes one chunk of positions after the other.
 
     Attributes:
         losses: Those of the output heads of this rank, if it has any.

@@ -18,7 +18,7 @@ def check_techniques(options: Options, mesh: Mesh, precision: object, *, is_manu
 
 
 def techniques_of(run: Any) -> tuple[Technique, ...]:
-    """Return those that the user wants, or the layout needs; nothing is decided yet.
+    """Return the techniques that the user wants, or the layout needs; nothing is decided yet.
 
     Shards are placed, and layers connected, from the last one outwards: each shards what inner ones leave of a
     parameter. What a run does not use is not imported.

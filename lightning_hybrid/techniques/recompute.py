@@ -114,7 +114,7 @@ def budgeted_layers(
     device, ranks_on_host = world.device, world.num_processes
 
     def nbytes(before: int) -> int:
-        """Return the budget in bytes, from those that this rank uses between steps."""
+        """Return the budget in bytes, from the bytes that this rank uses between steps."""
         if budget.nbytes is not None:
             return budget.nbytes
         assert budget.share is not None
@@ -179,7 +179,7 @@ def recompute_layers(
     budget: BudgetedLayers | None = None,
     expert_lists: Collection[nn.Module] = (),
 ) -> Recomputation:
-    """Return the recomputation of layers of a recorded step, of those in the local stages ``here``.
+    """Return the recomputation of layers of a recorded step, as far as they are in the local stages ``here``.
 
     Members of ``expert_lists``, whose ranks share them, are recomputed with the layer that routes tokens to them.
 

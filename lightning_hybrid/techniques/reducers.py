@@ -78,7 +78,7 @@ def connect_gradients(
 def _keys_of_copies(
     holders: Mapping[str, Sequence[int]], sharded: Collection[str], mesh: Mesh
 ) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """For parameters of which several ranks of a replica hold copies: the stages' ranks, and if tensor ranks do."""
+    """For parameters that several ranks of a replica copy: the stages' ranks, and if tensor ranks do."""
     if mesh.size("data") < 3:  # the sum of two numbers has one order
         return {}
     keys = {name: (tuple(ranks), mesh.size("tp") > 1 and name not in sharded) for name, ranks in holders.items()}

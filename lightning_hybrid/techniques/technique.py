@@ -180,14 +180,14 @@ class Technique:
         return nullcontext()
 
     def place(self, run: Any, earlier: Sequence[AxisSharding]) -> Sequence[AxisSharding]:
-        """Return the shardings of parameters that it adds to those of inner techniques; collective."""
+        """Return the shardings of parameters that it adds to the shardings of inner techniques; collective."""
         return ()
 
     def decide(self, run: Any) -> None:
-        """Choose what it does to layers, of which a step is recorded and the shards are known."""
+        """Choose what it does to layers, once a step is recorded and the shards are known."""
 
     def of_rank(self, shardings: Mapping[int, AxisSharding]) -> Technique:
-        """Return it as another rank has it, with these shardings by the ids of those here."""
+        """Return it as another rank has it, with these shardings by the ids of this rank's shardings."""
         return self
 
     # -- in a run ------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Technique:
         """
 
     def step_in_user_step(self, run: Any, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Connect optimizers that the user's step calls; return those that step full parameters on every rank."""
+        """Connect optimizers that the user's step calls; return the ones that step full parameters on every rank."""
         return []
 
     # -- what other techniques and tables ask --------------------------------------------------------------------------

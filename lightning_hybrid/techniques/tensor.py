@@ -39,7 +39,7 @@ from lightning_hybrid.tensor.search.uses import UnitCalls, VocabularyUses, Weigh
 
 
 class TensorParallel(Technique):
-    """Tensor and context ranks share layers, each of which is planned while the first step is recorded.
+    """Tensor and context ranks share layers; each layer is planned while the first step is recorded.
 
     Attributes:
         summary: Where the plans came from; on the first rank.

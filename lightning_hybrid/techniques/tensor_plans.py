@@ -13,7 +13,7 @@ from lightning_hybrid.tensor.search.sequence import NO_SEQUENCE, NOTHING_SHARDED
 
 
 def check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
-    """Refuse plans of which none shards a sequence, with the reasons; a LayoutError."""
+    """Refuse plans if none shards a sequence, with the reasons; a LayoutError."""
     if any(plan.positions is not None for plan in plans.values()):
         return
     reasons = "; ".join(
@@ -31,7 +31,7 @@ def check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: i
 
 
 def warn_of_full_sequences(plans: Mapping[str, UnitPlan], size: int) -> None:
-    """Warn of layers of which sequence parallelism over ``size`` tensor ranks shards no positions, with the reasons."""
+    """Warn of layers whose positions are not sharded over the ``size`` tensor ranks, with the reasons."""
     by_reason: dict[str, list[str]] = {}
     for fqn, plan in plans.items():
         if plan.positions is None and plan.full_sequence_reason not in ("", NO_SEQUENCE, NOTHING_SHARDED):

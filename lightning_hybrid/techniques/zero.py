@@ -117,7 +117,7 @@ class Zero(Technique):
         return found
 
     def of_rank(self, shardings: Mapping[int, AxisSharding]) -> Zero:
-        """Return it as another rank has it, with these shardings by the ids of those here."""
+        """Return it as another rank has it, with these shardings by the ids of this rank's shardings."""
         other = Zero(self.stage, [shardings[id(each)] for each in self.shardings])
         other._read_outside = self._read_outside
         return other

@@ -187,7 +187,7 @@ def unmoved(observed: RunRecord) -> list[str]:
 
 
 def _is_sharded(key: Key) -> bool:
-    """Whether each rank records only some of these values: those of its own parameters."""
+    """Whether each rank records only some of these values: the values of its own parameters."""
     return key.what in ("initial weights of", "gradient norm of", "update of", *_AFTER_FIT)
 
 
@@ -218,7 +218,7 @@ def _keyed(step: int, order: int, what: str, named: Mapping[str, Any]) -> dict[K
 
 
 def _of_replica(reference: RunRecord, replica: int) -> dict[Key, Tensor]:
-    """The values of a reference, with those that it has of this replica."""
+    """The values of a reference, with the values that it has of this replica."""
     values = _values(reference)
     for number, losses in enumerate(reference.replica_losses, 1):
         if losses:
@@ -328,7 +328,7 @@ def _last_digits(key: Key, weight: Tensor, reference: RunRecord) -> float:
 
 
 def _is_weight(key: Key, reference: RunRecord) -> bool:
-    """Whether a value is that of a parameter, whose update counts."""
+    """Whether a value belongs to a parameter, whose update counts."""
     return key.what in ("update of", "weights", RESUMED) or (key.what == _CHECKPOINT and key.name in reference.weights)
 
 
@@ -350,7 +350,7 @@ def as_number(value: float) -> Tensor:
 
 
 def as_float64(value: Tensor) -> Tensor:
-    """The elements of a tensor of any shape in float64, 1-D and detached; those of a complex one are two each."""
+    """The elements of a tensor of any shape in float64, 1-D and detached; a complex element is two."""
     value = value.detach()
     if value.is_complex():
         return torch.view_as_real(value.to(torch.complex128)).reshape(-1)

@@ -54,7 +54,7 @@ class DataSplit:
     end: int | None = None
 
     def shares_of(self, number: int) -> int:
-        """The ranks that share a training batch: those that hold shards instead of stages."""
+        """The ranks that share a training batch, as they hold shards instead of stages."""
         return self.shares if self.plain and (self.end is None or number >= self.end) else 1
 
     def is_unsplit(self, number: int, size: int | None) -> bool:
@@ -160,7 +160,7 @@ def known_sizes(batches: Sequence[Any]) -> tuple[int, ...]:
 
 
 class ReplicaLoader:
-    """Yields the batches of replica 0, or those of all joined, and queues all in ``pending`` for the step.
+    """Yields the batches of replica 0, or of all joined, and queues all in ``pending`` for the step.
 
     So the user's hooks receive an ordinary batch. Each replica's loader has its own generator states, which start
     equal, as in separate processes.

@@ -341,7 +341,7 @@ def _summary(single: OneProcessResult) -> tuple[Any, ...]:
 
 
 class _Found:
-    """What one rank finds: the first difference, the largest of those that are none, and the gradients of noise."""
+    """What one rank finds: the first difference, the largest deviation that is none, and the gradients of noise."""
 
     def __init__(self, rank: int, rounding: float) -> None:
         self._rank, self._rounding = rank, rounding
@@ -368,7 +368,7 @@ class _Found:
         stages: tuple[int, ...] = (),
         smallest: float = 0.0,
     ) -> None:
-        """Compare one number, or the full gradient of one parameter, with that of one process; None if it has none."""
+        """Compare one number, or the full gradient of one parameter, with one process's; None if it has none."""
         if actual is None or expected is None:
             value, was = (math.nan if each is None else largest_of(each) for each in (actual, expected))
             apart, size, noise = 0.0 if actual is expected else math.inf, 1.0, 0.0

@@ -57,7 +57,7 @@ class _LogCall:
 
     @property
     def how(self) -> str:
-        """The name of the reduction: "mean", "sum", "max", "min", or that of the user's function."""
+        """The name of the reduction: "mean", "sum", "max", "min", or the name of the user's function."""
         how = self.kwargs.get("reduce_fx", "mean")
         return how if isinstance(how, str) else getattr(how, "__name__", "")
 
@@ -137,7 +137,7 @@ class PiecesRun(PlainRun):
         observed.replica_buffers = self._replicas.buffers()
 
     def _drawn(self, name: str, batch: Any, loader: int | None) -> list[Any]:
-        """The batch of the first replica, which Lightning has transferred, and those of the others."""
+        """The batch of the first replica, which Lightning has transferred, and the batches of the others."""
         _, *others = super()._drawn(name, batch, loader)
         converted = []
         for other in others:
@@ -196,7 +196,7 @@ class PiecesRun(PlainRun):
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def _mixing_of(self, batch: Piece, pieces: list[Piece], rest: tuple[Any, ...]) -> tuple[Mixing | None, float]:
-        """Whether the step of one replica is not the mean of that of its microbatches, and its loss."""
+        """Whether the step of one replica is not the mean over its microbatches, and its loss."""
         module, own = self._module, [piece for piece in pieces if piece.replica == batch.replica]
         if len(own) == 1:
             return None, math.nan

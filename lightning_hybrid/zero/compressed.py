@@ -44,7 +44,7 @@ class _Rows:
 
 
 class CompressedGradientMessages(GradientMessages):
-    """The messages of one group of parameters, of which none has sparse gradients.
+    """The messages of one group of parameters, without sparse gradients.
 
     The columns of the parameters that are compressed come first in a message, then the others and the flags.
 
@@ -83,7 +83,7 @@ class CompressedGradientMessages(GradientMessages):
         super().begin([*self._compressed, *rest], empty)
 
     def _full_shape(self, name: str) -> list[int]:
-        """The shape of a parameter of which the ranks of this group hold shards."""
+        """The shape of a parameter that the ranks of this group shard."""
         placement = self._placements.get(name)
         return [
             placement.length if placement and dim == placement.dim else n for dim, n in enumerate(self._shapes[name])
@@ -119,7 +119,7 @@ class CompressedGradientMessages(GradientMessages):
         return super().can_finish_early and not (self._compressed and self.average.method.needs_matrices)
 
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
-        """Complete the total, ``[numel of a row]``, of which the compressed columns are missing."""
+        """Complete the total, ``[numel of a row]``, which lacks the compressed columns."""
         if self._over_copies:
             return self._average_over_copies(total)
         if self._sum is None:

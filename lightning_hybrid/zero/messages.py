@@ -72,7 +72,7 @@ class GradientMessages:
 
     @property
     def row_sizes(self) -> Mapping[str, int]:
-        """Numbers of elements of each parameter in a row, those of the largest shard, by FQN."""
+        """Numbers of elements of each parameter in a row, as in the largest shard, by FQN."""
         return self._sizes
 
     def begin(self, names: Sequence[str], empty: Tensor) -> None:

@@ -46,7 +46,7 @@ def offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
 
 def numel_of_largest_shard(local_shape: Sequence[int], placement: Shard | None) -> int:
-    """Number of elements of the largest of all ranks' shards of a parameter, of which this rank's has a given shape."""
+    """Number of elements of the largest of all ranks' shards of a parameter, from the shape of this rank's shard."""
     if placement is None:
         return prod(local_shape)
     return prod(placement.local_length if dim == placement.dim else n for dim, n in enumerate(local_shape))

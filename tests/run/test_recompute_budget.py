@@ -125,7 +125,7 @@ COMPILED = replace(LARGE, strategy={"compile": {"backend": "aot_eager"}}, callba
         pytest.param(replace(COMPILED, dp=2), id="dp2", marks=pytest.mark.slow),
         pytest.param(replace(COMPILED, microbatches=4, pp=2), id="pp2", marks=pytest.mark.slow),
         pytest.param(replace(COMPILED, case=GPT2, tp=2), id="tp2", marks=pytest.mark.slow),
-        pytest.param(replace(COMPILED, case=GPT2, microbatches=1), id="none"),
+        pytest.param(replace(COMPILED, case=GPT2, microbatches=1), id="none", marks=pytest.mark.slow),
         pytest.param(replace(COMPILED, case=GPT2, microbatches=2), id="microbatches"),
     ],
 )

@@ -33,7 +33,7 @@ class GoodputRow(NamedTuple):
 
     @property
     def gain_of_doubling(self) -> float:
-        """Ratio of the progress of a step with twice the batch to that of a step with this one, between 1 and 2."""
+        """How much further a step gets with twice the batch than with this one: a ratio between 1 and 2."""
         return 2 * (self.noise_scale + self.batch_size) / (self.noise_scale + 2 * self.batch_size)
 
 

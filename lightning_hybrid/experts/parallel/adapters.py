@@ -113,7 +113,7 @@ class ExpertsAdapter(ABC):
 
 
 class _Batched(ExpertsAdapter):
-    """Experts whose weights are stacked along their first dim; ``names`` are those of the arguments, by role."""
+    """Experts whose weights are stacked along their first dim; ``names`` are the arguments' names, by role."""
 
     def __init__(self, num_experts: int, attributes: Sequence[str], names: Mapping[str, str]) -> None:
         super().__init__(num_experts)
@@ -412,7 +412,7 @@ def _small_rows(call: Call, num_experts: int, rank: int, size: int, generator: t
 
 
 def _num_reachable(num_experts: int, rank: int, size: int) -> int:
-    """Number of experts that a rank's tokens may choose in a proof: on the last rank, those of the first rank."""
+    """Number of experts that a rank's tokens may choose in a proof: the last rank's choose the first rank's experts."""
     return num_experts if rank < size - 1 or rank == 0 else num_experts // size
 
 

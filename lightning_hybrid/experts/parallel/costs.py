@@ -103,7 +103,7 @@ class ExpertCosts:
     def _add_stacked(
         self, fqn: str, module: nn.Module, adapter: ExpertsAdapter, call: Call, flops: float = 0.0
     ) -> ExpertSet:
-        """Note the experts of a call; ``flops`` are those that ran, if the call does not tell the rows."""
+        """Note the experts of a call; ``flops`` were counted while they ran, if the call does not tell the rows."""
         names = tuple(f"{fqn}.{name}" for name, _ in module.named_parameters())
         tokens, rows = _tokens_and_rows(module, adapter, call)
         matrices = _oriented(_stacked(module), None if tokens is None else tokens.shape[-1])

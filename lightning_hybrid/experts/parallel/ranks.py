@@ -66,7 +66,7 @@ class ExpertRanks:
         return shard_tensor(tensor, self.placements[name], rank, self.size) if name in self.placements else tensor
 
     def call(self, rank: int, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of a call on one expert-parallel rank: the sum of those of its tensor ranks."""
+        """Returns the result of a call on one expert-parallel rank: the sum over its tensor ranks."""
         tensor_ranks = [each for each in range(self.width.size) if self._is_computed(each, self.width.size)]
         outs = [self._addend(tensor_rank, rank, args, kwargs) for tensor_rank in tensor_ranks]
         return outs[0] if len(outs) == 1 else torch.stack(outs).sum(0)
@@ -98,7 +98,7 @@ class ExpertRanks:
         return not self._computes_ends_only or rank in (0, size - 1)
 
     def _compute(self, tensor_rank: int, rank: int, rows: Tensor, counts: list[int]) -> Tensor:
-        """Returns results for rows; those of an expert, if there are any, are between two rows of other ranks."""
+        """Returns results for rows; rows of one expert may come between two rows of other ranks."""
         module, forward = self.modules[tensor_rank][rank], partial(self._local_forward, tensor_rank, rank)
         with torch._C.DisableTorchFunction():  # no draw of the module's
             drawn = torch.randn(2 * len(counts), *rows.shape[1:], generator=torch.Generator().manual_seed(rank))

@@ -61,7 +61,7 @@ class LayerPlan:
         return self.costs.chosen(SHARES[self.level - 1]) if 0 < self.level < EVERYTHING else frozenset()
 
     def bytes_of(self, costs: LayerCosts, *, unsaved: bool = False) -> int:
-        """Returns the bytes that a run keeps besides its inputs; ``unsaved``: those that autograd would not save."""
+        """Returns the bytes that a run keeps besides its inputs; ``unsaved``: bytes that autograd would not save."""
         if self.keeps_all:
             return 0 if unsaved else costs.saved_bytes
         return costs.kept_bytes(self.kept, unsaved=unsaved)
@@ -190,7 +190,7 @@ class BudgetedLayers:
         return program is not None
 
     def agreed(self, levels: Mapping[str, int], error: RecomputeError | None) -> Mapping[str, int]:
-        """Returns the levels that all ranks take, by FQN, from those that this rank chose; here, each rank its own.
+        """Returns the levels that all ranks take, by FQN, from this rank's choice; here, each rank takes its own.
 
         Raises:
             RecomputeError: It could not choose.
@@ -200,7 +200,7 @@ class BudgetedLayers:
         return levels
 
     def allowed_bytes(self, before: int) -> int:
-        """Returns the bytes that this rank may use now, from those that it uses.
+        """Returns the bytes that this rank may use now, from the bytes that it uses.
 
         Raises:
             RecomputeError: The budget is a share, and the free memory is unknown.

@@ -21,7 +21,7 @@ from lightning_hybrid.step.objects.tensors import storage_id
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that are made inside, and those that are passed to it.
+    """Counts the storages that are made inside, or passed to it.
 
     Attributes:
         now: Bytes that are alive.

@@ -54,7 +54,7 @@ class LayerCosts:
     work: float  # in floating-point operations of a matrix product
 
     def chosen(self, share: float) -> frozenset[int]:
-        """Returns the products whose results are kept: those of the most work per byte, until the share is used.
+        """Returns the products whose results are kept: the most work per byte first, until the share is used.
 
         A layer that keeps a result spares this product alone, as its code runs again. So the choice is a plain
         knapsack, and this greedy one is within one result of the optimum.
@@ -70,7 +70,7 @@ class LayerCosts:
         return frozenset(kept)
 
     def kept_bytes(self, kept: Iterable[int], *, unsaved: bool = False) -> int:
-        """Returns the bytes of these results, or of those among them that autograd does not save."""
+        """Returns the bytes of these results, or only of the ones that autograd does not save."""
         found = (self.products[number] for number in kept if number < len(self.products))
         return sum(product.nbytes for product in found if not (unsaved and product.is_saved))
 

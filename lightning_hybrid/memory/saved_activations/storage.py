@@ -120,7 +120,7 @@ def no_storage() -> StoredStorage | None:
 
 
 class KeptStorage:
-    """A storage that stays as it is, of which autograd saves views."""
+    """A storage that stays as it is, and whose views autograd saves."""
 
     def __init__(self, original: Tensor) -> None:
         self._storage = StorageWeakRef(original.untyped_storage())
@@ -173,7 +173,7 @@ class Unchanged:
             self._written, self._tensor = self._tensor._version, None
 
     def check(self) -> None:
-        """Checks that the content is that of the time of the save.
+        """Checks that the content has not changed since it was saved.
 
         Raises:
             RuntimeError: It was written to.

@@ -69,7 +69,7 @@ class OneStage:
 
 
 class Stages(OneStage):
-    """The pipeline ranks that hold each parameter, of which the first one sends it."""
+    """The pipeline ranks that hold each parameter; the first one sends it."""
 
     def __init__(self, holders: Callable[[str], Sequence[int]], group: dist.ProcessGroup, device: torch.device) -> None:
         """Take the pipeline ranks that hold a parameter, all ranks of the pipeline, and where they communicate."""

@@ -377,7 +377,7 @@ class AbsentParameterReads(TorchFunctionMode):
     """Raises where a function reads a parameter that is on another stage, while it is entered."""
 
     def __init__(self, root: nn.Module) -> None:
-        """Take the user's module, of which some parameters are absent."""
+        """Take the user's module; some of its parameters are absent."""
         super().__init__()
         self._root = root
 

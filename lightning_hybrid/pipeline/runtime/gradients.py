@@ -309,7 +309,7 @@ class _HandoffFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *incoming: Tensor) -> tuple[None, Tensor, None]:
-        """Deposit the gradients; a scalar zero is that of ``anchor``."""
+        """Deposit the gradients; a scalar zero goes to ``anchor``."""
         ctx.owner.deposit(incoming[0])  # type: ignore[attr-defined]
         return None, torch.zeros_like(incoming[0]), None
 

@@ -131,7 +131,7 @@ class _Described:
         return described
 
     def _memory(self, run: Run, stages: Sequence[int]) -> RankMemory:
-        """Estimate the memory of a rank: that of a rank with the same shards in its pipeline."""
+        """Estimate the memory of a rank by a rank that has the same shards in its pipeline."""
         key = (
             *_place(run),
             *(each.group.rank() for each in run.parts.shardings),

@@ -29,7 +29,7 @@ Place = tuple[int, int]  # indices among tensor ranks and among context ranks
 
 
 class TensorUnits:
-    """The calls of tensor-parallel units in the step, each kind of which is measured once.
+    """The calls of tensor-parallel units in the step; each kind of call is measured once.
 
     Attributes:
         unmeasured: FQNs of units that do not run on meta tensors, each with the error.

@@ -241,7 +241,7 @@ def common_number(sets: Iterable[ExpertSet]) -> int:
 
 
 def parameters_of(sets: Iterable[ExpertSet], shapes: Mapping[str, tuple[int, ...]], among: Collection[str]) -> int:
-    """Return how many parameters the experts have, of those named in ``among``."""
+    """Return how many of the parameters named in ``among`` belong to experts."""
     names = {name for each in sets for name in each.parameters} & set(among)
     return sum(math.prod(shapes[name]) for name in names if name in shapes)
 

@@ -82,7 +82,7 @@ class RecordedStep:
         return max(sequences) if 2 * len(sequences) > len(read) else 1
 
     def _layer(self, group: _Group, owned: Set[str], counted: set[int]) -> LayerCosts:
-        """Return a layer's costs, without those of its loss and its recomputation.
+        """Return a layer's costs, without its loss and its recomputation.
 
         Args:
             group: Its nodes.

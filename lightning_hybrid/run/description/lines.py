@@ -156,7 +156,7 @@ def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str
 
 
 def _sum_of_terms(sizes: Mapping[str, int | None]) -> str:
-    """Return the sizes of several kinds, joined by plus signs; those that are unknown come last."""
+    """Return the sizes of several kinds, joined by plus signs; unknown ones come last."""
     names = {kind: kind.replace("_", " ") for kind in sizes}
     known = [f"{sized(size)} {names[kind]}" for kind, size in sizes.items() if size is not None]
     return " + ".join([*known, *(f"unknown {names[kind]}" for kind, size in sizes.items() if size is None)])

@@ -123,7 +123,7 @@ def without_techniques(run: Run) -> Run:
 
 
 def memory_of_ranks(stages: Sequence[RankMemory], run: Run) -> list[RankMemory]:
-    """Return the memory of each pipeline rank of a run, of those of the stages that it holds."""
+    """Return the memory of each pipeline rank of a run, from the memory of its stages."""
     if not run.is_pipelined or run.plan is None:
         return list(stages[:1])
     ranks = list(stages[: run.plan.num_ranks])  # in every placement rank r has stage r, and further ones
@@ -147,7 +147,7 @@ class _Stages:
         return (0,) if self._plan is None else self._plan.stages_of(name)
 
     def first_on_each_rank(self, name: str) -> Iterable[int]:
-        """The stages that hold a parameter, but of those of one rank, which share it, the first alone."""
+        """The stages that hold a parameter; only the first one of each rank, whose stages share it."""
         stages = self.of(name)
         return stages if self._plan is None else {self._plan.rank_of(stage): stage for stage in stages[::-1]}.values()
 

@@ -190,7 +190,7 @@ def _shared_and_means(run: Run, assignment: Assignment) -> list[str]:
 
 
 def _means(graph: StepGraph, means: Collection[int], *, is_uneven: bool) -> list[str]:
-    """Return a line for each kind of count by which microbatches are weighted, with those of ``means`` that have it.
+    """Return a line for each kind of count that weighs microbatches, with the ``means`` that have it.
 
     That of a loss over labels matters only where some labels are ignored: where the first batch ``is_uneven``.
     """
@@ -207,7 +207,7 @@ def _means(graph: StepGraph, means: Collection[int], *, is_uneven: bool) -> list
 
 
 def _file_and_line(line: str) -> str:
-    """The file of a user's line by its name; that of an installed package with the package."""
+    """The file of a user's line by its name; with the package, if it is an installed one."""
     _, is_installed, within = line.partition("/site-packages/")
     return within if is_installed else line.rsplit("/", 1)[-1]
 

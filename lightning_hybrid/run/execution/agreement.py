@@ -76,7 +76,7 @@ def _ranks_that_share(run: Run) -> dict[str, list[int]]:
 
 
 def _not_as_planned(run: Run) -> str:
-    """The first parameter of which this rank holds something else than the table says; empty if there is none."""
+    """The first parameter that this rank does not hold as the table says; empty if there is none."""
     plan, parts = run.plan, run.parts
     with torch._C.DisableTorchFunctionSubclass():
         for name, parameter in run.setting.module.named_parameters():

@@ -311,7 +311,7 @@ class RunLifecycle:
         return self.execution.backward(loss, optimizer, *args, then=then, **kwargs)
 
     def checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Check that a step of an optimizer is that of one process; return its closure, which checks gradients too.
+        """Check that an optimizer steps as in one process; return its closure, which checks gradients too.
 
         Raises:
             StepError: It is not.

@@ -13,7 +13,7 @@ from lightning_hybrid.optimizers.trial import can_step_shards, combines_paramete
 
 
 class ConnectedOptimizers:
-    """The optimizers of a run when it was built, and the parameters of which ranks exchange gradients.
+    """The optimizers of a run when it was built, and the parameters whose gradients ranks exchange.
 
     Attributes:
         is_averaging: Whether a backward of the strategy has averaged gradients, in manual optimization.
@@ -57,7 +57,7 @@ class ConnectedOptimizers:
         self._known: dict[int, Tensor] = {id(p): p for p in (*module.parameters(), *stepped)}  # alive, so ids stay
 
     def check(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Check that a step of this optimizer is that of one process; return its closure, which checks gradients too.
+        """Check that this optimizer steps as in one process; return its closure, which checks gradients too.
 
         Raises:
             StepError: It is not.

@@ -127,7 +127,7 @@ class CutSearch:
     def most_telling(
         self, known: Collection[tuple[str, ...]], group_of: Sequence[Hashable], limit: float
     ) -> tuple[tuple[str, ...], float] | None:
-        """Of cuts near the fastest those that divide the longest group best, and their seconds; or None.
+        """The cuts near the fastest that divide the longest group best, and their seconds; or None.
 
         Args:
             known: Cuts by name that are left out.
@@ -183,7 +183,7 @@ class CutSearch:
         return best
 
     def neighbours(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """The cuts of which one is moved by one point."""
+        """The cuts with one of them moved by one point."""
         for position, cut in enumerate(cuts):
             for moved in (cut - 1, cut + 1):
                 others = (*cuts[:position], moved, *cuts[position + 1 :])

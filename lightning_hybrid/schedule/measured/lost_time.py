@@ -214,7 +214,7 @@ def _levels(
 
 
 def _means(seconds: Mapping[Action, float], key: Callable[[Action], object]) -> dict[Action, float]:
-    """Replace the seconds of each action by the mean of those with the same key."""
+    """Replace the seconds of each action by the mean over actions with the same key."""
     groups: dict[object, list[float]] = {}
     for action, spent in seconds.items():
         groups.setdefault(key(action), []).append(spent)

@@ -46,7 +46,7 @@ def values_on_unit(
 
 
 def replaces_parameters(unit: nn.Module, places: Sequence[AttributePath]) -> bool:
-    """Whether one of these paths is that of a parameter."""
+    """Whether one of these paths leads to a parameter."""
     return any(place.attribute in unit.get_submodule(place.module)._parameters for place in places)
 
 

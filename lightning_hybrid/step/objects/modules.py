@@ -89,7 +89,7 @@ def find_layers(units: Mapping[str, nn.Module], closed: Collection[nn.Module] = 
 
 
 def shortened(fqn: str) -> str:
-    """The FQN for a table: one of many characters without the names in its middle, such as those of LoRA."""
+    """The FQN for a table: a long one without the names in its middle, such as LoRA has."""
     if len(fqn) <= _MAX_NAME:
         return fqn
     names = fqn.split(".")

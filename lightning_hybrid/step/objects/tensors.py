@@ -82,7 +82,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a value is a tensor whose memory is that of other tensors inside of it."""
+    """Whether a value is a tensor that has its memory from tensors inside of it."""
     return isinstance(value, Tensor) and bool(is_traceable_wrapper_subclass(value))
 
 
@@ -171,7 +171,7 @@ class GradientHook:
             self._call(parameter)
 
     def register(self, parameter: Tensor) -> RemovableHandle:
-        """Register on a parameter of any shape: the hook gets the shard's gradient, and those of users a full one."""
+        """Register on a parameter of any shape: the hook gets the shard's gradient, hooks of users a full one."""
         with torch._C.DisableTorchFunction():
             return parameter.register_post_accumulate_grad_hook(self)
 

@@ -62,7 +62,7 @@ def _depending_on(
 
 
 def _autograd_functions(leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[set[Any], set[Any]]:
-    """The autograd functions behind some outputs: those that depend on a leaf, and all of them."""
+    """The autograd functions behind some outputs: the ones that depend on a leaf, and all of them."""
     ends = {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}
     variables = {id(leaf) for leaf in leaves if leaf.grad_fn is None}
     order: list[Any] = []

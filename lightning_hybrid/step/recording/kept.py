@@ -1,4 +1,4 @@
-"""Values that a step keeps on its modules, and whether those of microbatches merge to those of the batch.
+"""Values that a step keeps on its modules, and whether the batch's can be merged from the microbatches'.
 
 Rows of samples are concatenated, means averaged. No other value of the model can be computed from microbatches (a
 running sum, the last output, the number of correct predictions), and a parameter is written once per batch (the average
@@ -72,7 +72,7 @@ class KeptValues(NamedTuple):
 def find_kept_values(
     root: nn.Module, before: ModuleSnapshot, old: Sequence[Any], watch: StepMode, recording: Recording
 ) -> KeptValues:
-    """Find the values that a recorded step appends to lists, and those that it keeps in other ways.
+    """Find the values that a recorded step appends to lists, and the values that it keeps in other ways.
 
     ``before`` is the state of the modules before the step, and ``old`` the leaves that were reachable from them then.
     """
@@ -145,7 +145,7 @@ _EXTREMA = frozenset({"max", "amax", "any", "min", "amin", "all"})
 def why_not_mergeable(
     recording: Recording, samples: int | None, *, full: Recording | None, total: int | None, is_returned: bool
 ) -> str:
-    """Why the kept values of microbatches cannot be merged to those of the batch; empty if they can.
+    """Why the kept values of the batch cannot be merged from the microbatches'; empty if they can.
 
     Args:
         recording: Recording of the step on a microbatch.
@@ -187,7 +187,7 @@ def why_not_mergeable(
 
 
 def _cannot_merge(local: Any, full: Any, graph: StepGraph, samples: int | None, total: int | None) -> bool:
-    """Whether the value of the full batch cannot be computed from those of its microbatches.
+    """Whether the value of the full batch cannot be computed from its microbatches' values.
 
     ``local`` is the value of a microbatch of ``samples``, ``full`` that of the full batch of ``total`` samples, or
     ``local`` again if that is not known.

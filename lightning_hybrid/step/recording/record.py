@@ -145,6 +145,6 @@ def _record_once(
 
 
 def _owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
-    """FQNs of the parameters and tracked buffers of a unit; ``names`` are those of the model, by id."""
+    """FQNs of the parameters and tracked buffers of a unit; ``names`` has the model's FQNs by id."""
     tensors = [*unit.parameters(), *unit.buffers()]
     return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))

@@ -71,7 +71,7 @@ class SavedForBackward:
         return SavedTensors(inner, tuple(given.values()), tuple(made.values()))
 
     def sizes_behind(self, leaves: Sequence[Any]) -> dict[int, int]:
-        """Bytes that the operations behind these leaves save, by storage; of those that no earlier call has reached."""
+        """Bytes that operations behind these leaves save, by storage; without operations of earlier calls."""
         sizes: dict[int, int] = {}
         for node in self._new_nodes(leaves):
             for tensor in self._saved_by(node):
@@ -327,7 +327,7 @@ def _flops_of_recurrent_layer(args: Any) -> tuple[float, float]:
 
 
 def _computed_share(func: Any, args: Any, kwargs: Any) -> float:
-    """The share of the scores that a kernel of attention computes: without those that a causal mask hides."""
+    """The share of the scores that a kernel of attention computes: all that a causal mask does not hide."""
     if func._overloadpacket not in _ATTENTION or not _argument(func, args, kwargs, "is_causal"):
         return 1.0
     queries, keys = args[0].shape[-2], args[1].shape[-2]

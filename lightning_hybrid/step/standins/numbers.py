@@ -70,7 +70,7 @@ class AbsentFloat(float):
 
     @property
     def is_affine(self) -> bool:
-        """Whether it is an affine function of the values, so that its mean is that of their means."""
+        """Whether it is an affine function of the values, so that its mean follows from their means."""
         if self.operation is None:
             return True
         name, operands = self.operation

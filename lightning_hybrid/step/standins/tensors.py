@@ -204,7 +204,7 @@ def _substitute(container: Any, stand_ins: dict[int, tuple[Tensor, str]], saved:
 
 
 class ShardedTensorBase(Tensor):
-    """A tensor that behaves as the full one and of which this rank has a local shard."""
+    """A tensor that behaves as the full one, while this rank has a local shard."""
 
     @abstractmethod
     def full_tensor(self) -> Tensor:

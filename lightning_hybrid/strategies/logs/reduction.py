@@ -277,7 +277,7 @@ _CALLS = "_hybrid_logger_calls"
 
 
 class _LoggerProxy:
-    """Stands for a logger, or for its experiment; attributes are those of the real one, calls are recorded."""
+    """Stands for a logger, or its experiment: has the attributes of the real one, and records calls."""
 
     def __init__(self, real: Callable[[], Any], calls: list[Any], path: str, is_logger: bool) -> None:
         self.__dict__.update(_real=real, _calls=calls, _path=path, _is_logger=is_logger)

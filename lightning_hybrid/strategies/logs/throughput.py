@@ -36,7 +36,7 @@ def count_devices_in_throughput(trainer: Any, world_size: int, num_replicas: int
 
 
 def _per_device(metrics: dict[str, Any], prefix: str, devices: int) -> dict[str, Any]:
-    """Return the metrics with those of a replica, which are named as of a device, divided by its devices."""
+    """Return the metrics with a replica's numbers, named as a device's, divided by its devices."""
     # Lightning leaves out figures over all devices where it counts one.
     over_all = {name: metrics[prefix + name] for name in _RATES if prefix + name in metrics and name not in metrics}
     per_device = {name: value / devices for name, value in metrics.items() if name.startswith(prefix)}

@@ -78,7 +78,7 @@ def frozen_names(module: Any) -> list[str]:
 
 
 def device_bytes(strategy: Any) -> float:
-    """Return the memory of this rank's device; that of a CPU is its host's, divided by the ranks of the node."""
+    """Return the memory of this rank's device; on a CPU the host's memory, divided by the ranks of the node."""
     device = strategy.root_device
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)

@@ -43,7 +43,7 @@ _UNPLANNED: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of ``Hybrid3DStrategy``, which explains the names, beyond those of Lightning's own strategies.
+    """The arguments of ``Hybrid3DStrategy``, which explains the names, without arguments of Lightning's own strategies.
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
@@ -197,7 +197,7 @@ class Options:
 
     @property
     def has_auto_sizes(self) -> bool:
-        """Whether sizes besides that of the data axis are left to the planner, and not planned yet."""
+        """Whether a size beside the data axis is left to the planner, and not planned yet."""
         return any(self.sizes[name] == "auto" for name in _SIZES[1:])
 
     @property
@@ -217,7 +217,7 @@ class Options:
         return sizes or bool(self.zero_stage) or self.offload is not None
 
     def with_planned(self, planned: Mapping[str, Any]) -> Options:
-        """Return the options with those that were planned, by the names of the strategy's arguments."""
+        """Return the options with the planned ones, by the names of the strategy's arguments."""
         sizes = {name: planned.get(name, size) for name, size in self.sizes.items()}
         others = {name: value for name, value in planned.items() if name not in sizes}
         return replace(self, sizes=sizes, objective=None, max_memory=None, **others)

@@ -41,7 +41,7 @@ class EmptyInit:
         return self._values.building()
 
     def adopt(self, root: nn.Module) -> None:
-        """Record all meta tensors, also those that user code put there; make buffers real."""
+        """Record all meta tensors, also ones that user code put there; make buffers real."""
         unrecorded: set[nn.Module] = set()
         buffers: dict[int, Tensor] = {}
         for fqn, module in root.named_modules():
@@ -65,7 +65,7 @@ class EmptyInit:
                 reset(root, unrecorded)
 
     def hide(self, root: nn.Module) -> None:
-        """Replace parameters without storage by absent ones, as those of other ranks are.
+        """Replace parameters without storage by absent ones, as parameters of other ranks are.
 
         Raises:
             InitialValueError: A tensor has no value.

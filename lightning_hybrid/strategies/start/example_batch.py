@@ -136,7 +136,7 @@ def _take_items(
 
 
 def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
-    """Return the loader, and those that a loader of a user's class reads from."""
+    """Return the loader, and the loaders that one of a user's class reads from."""
     leaves = flatten(list(vars(loader).values()))[0]
     return [loader, *(leaf for leaf in leaves if isinstance(leaf, DataLoader) and leaf is not loader)]
 
@@ -204,7 +204,7 @@ _DEEPEST = 3
 
 
 def is_one_shot(value: Any, depth: int = 0) -> bool:
-    """Whether an iterable holds an iterator, or is one; ``depth`` is that of the containers around it."""
+    """Whether an iterable holds an iterator, or is one; ``depth`` counts the containers around it."""
     if isinstance(value, Iterator):
         return True
     if depth > _DEEPEST or isinstance(value, Tensor | nn.Module | type | str | bytes):

@@ -191,7 +191,7 @@ def _leaves(
 
 
 def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ()) -> Any:
-    """Rebuild containers with other tensors; those that hold none of them stay the user's own objects."""
+    """Rebuild containers with other tensors; containers without any stay the user's own objects."""
     if type(value) not in _CONTAINERS or id(value) in around:
         return contents.get(id(value), value)
     around = (*around, id(value))

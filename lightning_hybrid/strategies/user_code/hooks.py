@@ -120,7 +120,7 @@ def step_hooks(optimizers: Iterable[Optimizer]) -> frozenset[int]:
 
 @contextlib.contextmanager
 def without_later_hooks(optimizers: Iterable[Optimizer], built_with: Collection[int]) -> Iterator[None]:
-    """Hide all hooks on steps inside, but for those that optimizers were ``built_with``."""
+    """Hide all hooks on steps inside, except the ones that optimizers were ``built_with``."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             stack.enter_context(_hidden(optimizer, lambda key, _: key not in built_with))

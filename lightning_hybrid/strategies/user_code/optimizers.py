@@ -26,7 +26,7 @@ from lightning_hybrid.step.standins.tensors import full_shape
 
 
 def reads_of_optimizers(optimizers: Iterable[Optimizer], reads: HookReads) -> dict[Optimizer, HookReads]:
-    """Return the reads around each optimizer's step, without those that step shards as they would full tensors."""
+    """Return the reads around the steps of optimizers that would step shards in another way than full tensors."""
     found = {}
     for optimizer in optimizers:
         if combines_parameters(optimizer):
@@ -168,7 +168,7 @@ def _has_same_shape(value: Any, parameter: Tensor) -> bool:
 def _later_hooks_outside(
     optimizer: Optimizer, known: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """Run post hooks added after the optimizer was built (those of callbacks) outside of the reads."""
+    """Run post hooks added after the optimizer was built (by callbacks) outside of the reads."""
     hooks = optimizer.__dict__.get("_optimizer_step_post_hooks")
     if not hooks or known.issuperset(hooks):
         yield

@@ -20,7 +20,7 @@ class RunCallback(pl.Callback):
         return pl.Callback, ()
 
     def enter(self, trainer: Any) -> Callable[[], None]:
-        """Put this callback before those of the user; return a function that removes it."""
+        """Put this callback before the user's callbacks; return a function that removes it."""
         trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if type(other) is not type(self))]
 
         def leave() -> None:

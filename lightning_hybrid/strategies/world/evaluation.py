@@ -159,7 +159,7 @@ class _LoopResults:
 
     @property
     def batches_read(self) -> int:
-        """Batches read of the present loader; Lightning counts those of all loaders together."""
+        """Batches read of the present loader; Lightning counts the batches of all loaders together."""
         read: int = self._loop.batch_progress.current.ready - self._read_before
         return read
 

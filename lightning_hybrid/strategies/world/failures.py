@@ -1,4 +1,4 @@
-"""Failures of ranks: each rank learns of those of others, and of ranks that do not arrive."""
+"""Failures of ranks: each rank learns of other ranks' failures, and of ranks that do not arrive."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class Rendezvous:
     def _wait(
         self, what: str, timeout: timedelta, is_over: Callable[[], bool], ranks: Sequence[int], key: str, *, asks: bool
     ) -> dict[int, str] | None:
-        """Wait until all ranks have arrived; returns those that do not come, with reasons; None after a failure."""
+        """Wait until all ranks have arrived; returns the ranks that do not come, with reasons; None after a failure."""
         wanted, start, is_told = self._met[key] * len(ranks), time.monotonic(), False
         absent: dict[int, str] = {}
         arrived = self._store.add(f"arrived-{key}", 1)
@@ -377,5 +377,5 @@ class Rendezvous:
 
 
 def _key(ranks: Sequence[int], *, compares: bool) -> str:
-    """Name of the calls of these ranks; those that compare more afterwards are counted by themselves."""
+    """Name of the calls of these ranks; calls that compare more afterwards are counted by themselves."""
     return f"{'call' if compares else 'read'},{','.join(map(str, ranks))},"

@@ -186,7 +186,7 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        """The launcher's number of ranks; in user code that of the ranks that see different data."""
+        """The launcher's number of ranks; in user code the number of ranks that see different data."""
         return self.layout.data_parallel_size if self._is_user_code else self._num_ranks
 
     @property

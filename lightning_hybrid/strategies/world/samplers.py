@@ -45,7 +45,7 @@ def split_sampler_over_replicas(loader: object, *, replicas: int, replica: int, 
 
 
 def samplers_of(loader: object) -> list[Any]:
-    """The samplers of a loader, and those that they draw from."""
+    """The samplers of a loader, and the samplers that they draw from."""
     if not isinstance(loader, DataLoader):
         return []
     samplers: dict[int, Any] = {}

@@ -196,7 +196,7 @@ class GracefulStop:
             self._trainer.should_stop = False
 
     def _vote(self, here: int) -> int:
-        """Return the stop point of all ranks; those that want to stop here wait until the others have come."""
+        """Return the stop point of all ranks; a rank that wants to stop here waits until the others have come."""
         if not self._wants_stop:
             return int(self._store.compare_set(self._key("due"), "", str(here + 1)))
         if self._store.add(self._key("yes"), 1) == self._mesh.layout.world_size:

@@ -52,7 +52,7 @@ def connect_gradient_compression(
 
 
 def _copies_beside_other_parameters(run: Any) -> set[str]:
-    """FQNs of parameters of which several ranks of a replica have copies, and other parameters beside these."""
+    """FQNs of parameters that several ranks of a replica copy, and that have other parameters beside them there."""
     copies: set[str] = set()
     if run.plan is not None and run.plan.is_partitioned:
         names = (name for name, _ in run.setting.module.named_parameters())
@@ -113,7 +113,7 @@ class CompressionState:
         return total.reshape(shape)
 
     def _factors(self) -> dict[str, Tensor]:
-        """Factors of all stages; those of shards of tensor ranks are of no other layout, and left out."""
+        """Factors of all stages, without factors of tensor ranks' shards, which have no place in another layout."""
         method = self._average.method
         if not isinstance(method, PowerSGD):
             return {}

@@ -15,7 +15,7 @@ from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 
 class ParameterStates(Optimizer):
-    """States of parameters, each of the shape of the local shard, in the form in which those of an optimizer are saved.
+    """States of parameters, each of the shape of the local shard, in the form in which an optimizer's are saved.
 
     It takes no steps.
     """

@@ -1,4 +1,4 @@
-"""Example inputs for a unit, small, made from those of the recorded step.
+"""Small example inputs for a unit, made from its inputs in the recorded step.
 
 Sizes that do not depend on the weights (batch, positions) become small primes that are no multiples of each other or of
 the number of ranks. So a trial takes milliseconds, and they differ from each feature size of the full or sharded unit.
@@ -161,7 +161,7 @@ _EVERY_DIM, _NOT_LAST_OF_FEW, _NOT_LAST = 0, 3, 99
 
 
 def _lengths(leaves: list[Any], weights: set[int]) -> list[int]:
-    """The sizes of the inputs, those that are no size of a weight first."""
+    """The sizes of the inputs, first the ones that are no size of a weight."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     found = dict.fromkeys(length for tensor in tensors for length in tensor.shape if length > 1)
     return sorted(found, key=lambda length: length in weights)

@@ -174,7 +174,7 @@ def _divided(example: Example, division: Division, *, with_values: bool) -> Exam
 
 
 def plan_of_other_width(plan: UnitPlan, unit: nn.Module, other: nn.Module) -> UnitPlan:
-    """Returns a plan of `unit` for `other`, a copy whose sizes are multiples or parts of those of the unit.
+    """Returns a plan of `unit` for `other`, a copy whose sizes are multiples or parts of the unit's sizes.
 
     Raises:
         ValueError: A size cannot be converted.

@@ -163,7 +163,7 @@ class Proof:
         return unit is not None and unit.num_sharded_sequences > 0
 
     def _outputs_differ(self, outcomes: list[Outcome], expected: Outcome, setting: Setting) -> str | None:
-        """The first difference between the outputs of ranks and those of the unsharded unit, or None."""
+        """The first difference between outputs of ranks and of the unsharded unit, or None."""
         for rank, outcome in enumerate(outcomes):
             if len(outcome.outputs) != len(expected.outputs):
                 return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"

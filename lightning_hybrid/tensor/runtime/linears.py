@@ -244,7 +244,7 @@ def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool
 
 
 def convolution_of(module: nn.Module) -> Callable[..., Tensor]:
-    """Makes a function that calls a convolution, with or without its bias; shapes are those of its forward."""
+    """Makes a function that calls a convolution, with or without its bias; shapes are as in its forward."""
     forward = module.forward
 
     def run(x: Tensor, with_bias: bool, *args: Any, **kwargs: Any) -> Tensor:

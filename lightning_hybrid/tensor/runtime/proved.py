@@ -212,7 +212,7 @@ class ProvedCalls:
         kwargs: dict[str, Any],
         errors: list[Exception],
     ) -> str:
-        """How the results of the sharded unit differ from those of the full one; an error is added to ``errors``."""
+        """How results of the sharded unit differ from the full one's; an error is added to ``errors``."""
         modes = [(module, module.training) for module in self._unit.modules() if module.training and found.drew]
         for module, _ in modes:  # ranks draw different numbers in sharded regions
             module.training = False

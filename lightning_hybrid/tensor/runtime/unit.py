@@ -181,7 +181,7 @@ class ShardedUnit:
             self._fallback_unit._path = path
 
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's forward, sharded; arguments and results are those of the unit.
+        """The unit's forward, sharded, with the unit's arguments and results.
 
         Raises:
             CannotShard: It does what its plan was not proved for.
@@ -313,7 +313,7 @@ class ShardedUnit:
     def _sum_gradients(
         self, local: dict[str, Tensor], wanted: Sequence[tuple[str, Placement | None]], ranks: Ranks
     ) -> None:
-        """Sums the gradients of these parameters over the ranks; of repeated shards, over those that hold the same."""
+        """Sums the gradients of these parameters over the ranks; of a repeated shard, over the ranks that hold it."""
         # Equal on all ranks, since requires_grad is: the sum is a collective.
         summed = [(fqn, placement) for fqn, placement in wanted if fqn in local and local[fqn].requires_grad]
         if not summed or ranks.size == 1:
@@ -407,7 +407,7 @@ def put_attributes(modules: Modules, values: Mapping[str, Mapping[str, int]], un
 
 
 def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], undo: ExitStack) -> None:
-    """Replaces forwards of modules, by FQN, except that of the unit itself; ``undo`` restores them."""
+    """Replaces forwards of modules, by FQN, except the unit's own; ``undo`` restores them."""
     for fqn, forward in forwards.items():
         if fqn:
             attributes = modules[fqn].__dict__

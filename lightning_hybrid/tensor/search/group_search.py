@@ -180,7 +180,7 @@ class GroupSearch:
         return groups
 
     def _linear_pairs(self) -> list[GroupPlan]:
-        """The user's pairs, those of the model's own plan, and further pairs that are found."""
+        """The user's pairs, the model's own plan, and further pairs that are found."""
         by_user, by_model = self._requests.by_user, self._requests.by_model
         assigned = set(by_user)
         groups: list[GroupPlan] = []

@@ -48,7 +48,7 @@ class GroupPlan:
         return {**dict.fromkeys(self.group.columns, self.group.role), **dict.fromkeys(self.group.rows, "row")}
 
     def fits(self, unit: nn.Module) -> bool:
-        """Whether the lengths of its placements are those of the unit's parameters."""
+        """Whether its placements have the lengths of the unit's parameters."""
         return all(
             not isinstance(placement, Shard) or unit.get_parameter(fqn).shape[placement.dim] == placement.length
             for fqn, placement in self.placements.items()

@@ -117,7 +117,7 @@ def _covers(pattern: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def requests_of_model(root: nn.Module) -> dict[str, Request]:
-    """Resolves the plans that modules carry (those of transformers' models) to requests, by FQN in the root.
+    """Resolves the plans that modules carry (as transformers' models do) to requests, by FQN in the root.
 
     Their names are relative to the module that has the plan, and ``*`` stands for a number. The outermost plan counts.
     Styles that are not for one linear (experts, sequences, fused ones, embeddings) are left to the search.

@@ -97,7 +97,7 @@ def uneven_sizes(
 def _row_placements(
     rows: list[LinearLike], dataflow: LinearDataflow, size: int
 ) -> Iterator[tuple[dict[str, Placement], str]]:
-    """Placements of input features: in one piece, or in those that the input was concatenated from."""
+    """Placements of input features: in one piece, or in the pieces that the input was concatenated from."""
     joined = [dataflow.arrangements[linear.fqn].joined for linear in rows]
     for lengths in ([(linear.num_in,) for linear in rows], joined):
         placements: dict[str, Placement] = {}
@@ -132,7 +132,7 @@ def _column_pieces(
 def _local_numbers(
     linears: list[LinearLike], arrangements: Mapping[str, Arrangement], pieces: list[tuple[Piece, ...]], size: int
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Maps numbers of heads, and widths, to those of one rank."""
+    """Maps numbers of heads, and widths, to one rank's."""
     heads: dict[int, int] = {}
     widths: dict[int, int] = {}
     for linear, cut in zip(linears, pieces, strict=True):

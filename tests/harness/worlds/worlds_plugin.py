@@ -22,10 +22,10 @@ import os
 import pickle
 import re
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -43,6 +43,7 @@ START_TIMEOUT = 180.0
 # Also how long an interrupted rank may take to write its stack.
 GRACE = 5.0
 SHOWN_OUTPUT_CHARS = 10_000
+SETS = 8  # into which the parameters of a test on ranks are divided
 
 PRELOADED = [
     "torch",
@@ -338,22 +339,41 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
         importlib.import_module("harness.worlds.light_torchmetrics")  # before they load it all
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the choice of the parameter sets that run."""
+    parser.addoption(
+        "--set",
+        default="0",
+        help=f"of tests on ranks: 0 to {SETS - 1}, or 'commit' for the one that the commit's hash chooses, as in CI",
+    )
+
+
+def chosen_set(text: str) -> int:
+    """The number of the parameter sets that run; 0 for a commit where there is no repository."""
+    if text != "commit":
+        return int(text) % SETS
+    told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return int(told.stdout[:8], 16) % SETS if told.returncode == 0 else 0
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark one of eight parameter sets of each test on ranks, or marked so, extended, six slow; none for files."""
+    """Mark all but one of eight parameter sets of each test on ranks, or marked so, slow; none where files are run."""
     if not any(Path(argument).is_dir() for argument in config.args):
         for item in items:
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
         return
-    counts: Counter[str] = Counter()
+    by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         on_ranks = "worlds" in getattr(item, "fixturenames", ()) or item.get_closest_marker("world") is not None
         is_sampled = on_ranks or item.get_closest_marker("sampled") is not None
         if is_sampled and item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
-            test = item.nodeid.partition("[")[0]
-            if position := counts[test] % 8:
-                item.add_marker("extended" if position == 1 else "slow")
-            counts[test] += 1
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = chosen_set(config.getoption("--set"))
+    for same_test in by_test.values():
+        for position, item in enumerate(same_test):
+            if position % SETS != chosen % min(SETS, len(same_test)):
+                item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -36,6 +36,20 @@ def without_shape(source):
             yield name
 
 
+CHAINS = re.compile(r"\b(of which|that of|those of|of whose|so does)\b")
+
+
+def test_first_lines_are_plain():
+    """Subject, verb, noun: a summary names what it speaks of once more, instead of "that of"."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            summary = ((ast.get_docstring(node) if documented else None) or "").partition("\n\n")[0]
+            found += [f"{path.relative_to(PACKAGE)}: {summary}"] * bool(CHAINS.search(summary))
+    assert not found
+
+
 def test_docstrings_of_tensors_give_shapes():
     paths = sorted(PACKAGE.rglob("*.py"))
     found = [f"{path.relative_to(PACKAGE)}: {name}" for path in paths for name in without_shape(path.read_text())]
