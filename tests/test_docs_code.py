@@ -108,6 +108,7 @@ def is_extended(block: Block) -> bool:
     return block.page not in _FAST_PAGES and any(text in block.body for text in _EXTENDED)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "block",
     [

@@ -145,6 +145,7 @@ def examples():
     return list(found.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("line", examples())
 def test_examples_of_the_help(line, checkpoints, monkeypatch, capsys, tmp_path):
     program, *arguments = shlex.split(line)

@@ -144,6 +144,7 @@ def recorded(model):
     return record_costs(pl, Step(model), {}, "32-true").costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("sizes", [TINY, MIDDLE], ids=["tiny", "middle"])
 def test_recorded_mixtral_costs_what_its_configuration_does(implementation, sizes):
@@ -195,6 +196,7 @@ def test_loops_over_experts_are_recorded_without_values(monkeypatch):
     assert saved[0] == pytest.approx(saved[1], rel=0.1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("build", "experts", "rows", "of_one"),
     [

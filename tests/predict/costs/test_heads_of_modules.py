@@ -51,6 +51,7 @@ def sizes_of(costs):
     return {size for each in candidates for size in each.tensor_sizes() if size > 1}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extended] if name == "T5" else []) for name in ARCHITECTURES]
 )
