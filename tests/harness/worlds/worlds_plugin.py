@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -44,6 +45,7 @@ START_TIMEOUT = 180.0
 GRACE = 5.0
 SHOWN_OUTPUT_CHARS = 10_000
 SETS = 8  # into which the parameters of a test on ranks are divided
+PARTS = 4  # into which all tests on ranks are divided
 
 PRELOADED = [
     "torch",
@@ -358,8 +360,12 @@ def chosen_set(text: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark all but one of eight parameter sets of each test on ranks, or marked so, slow; none where files are run."""
-    if not any(Path(argument).is_dir() for argument in config.args):
+    """Mark all but one of eight parameter sets of each test on ranks, or marked so, slow; none where files are run.
+
+    Where all tests are run, only every other test on ranks is, and the default run takes half of these.
+    """
+    folders = [Path(argument).resolve() for argument in config.args if Path(argument).is_dir()]
+    if not folders:
         for item in items:
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
         return
@@ -369,11 +375,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_sampled = on_ranks or item.get_closest_marker("sampled") is not None
         if is_sampled and item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = chosen_set(config.getoption("--set"))
-    for same_test in by_test.values():
-        for position, item in enumerate(same_test):
-            if position % SETS != chosen % min(SETS, len(same_test)):
+    chosen, are_all = chosen_set(config.getoption("--set")), Path(__file__).parents[2] in folders
+    for test, parameters in by_test.items():
+        part = (zlib.crc32(test.encode()) - chosen) % PARTS if are_all else 0
+        for position, item in enumerate(parameters):
+            if position % SETS != chosen % min(SETS, len(parameters)) or part % 2:
                 item.add_marker("slow")
+            elif part:
+                item.add_marker("extended")
 
 
 def pytest_collection_finish() -> None:
