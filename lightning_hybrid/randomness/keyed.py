@@ -152,6 +152,15 @@ class KeyedRandomness:
         finally:
             self.watched = before
 
+    @contextlib.contextmanager
+    def opaque(self, fqns: Collection[str]) -> Iterator[None]:
+        """Seed these modules on entry inside, and not at each of their draws."""
+        self.opaque_modules = fqns
+        try:
+            yield
+        finally:
+            self.opaque_modules = ()
+
     def each_draw(self) -> AbstractContextManager[Any]:
         """A function mode that reseeds before each draw inside."""
         return _DrawWatch(self)

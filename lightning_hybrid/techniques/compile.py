@@ -202,19 +202,13 @@ class CompiledUnits:
         # Layers that read their own number are compiled one by one; none may fall back to running uncompiled.
         limit = max(config.recompile_limit, 8 + 4 * len(self._local_units))
         total = max(config.accumulated_recompile_limit, 8 * limit)
-        randomness = self._randomness
-        if randomness is not None:
-            randomness.opaque_modules = self._local_units
-        try:
-            with (
-                config.patch(recompile_limit=limit, accumulated_recompile_limit=total),
-                contextlib.nullcontext() if self._shards is None else self._shards.compiling(),
-                replaced_forwards(units, lambda fqn, _: self._runs[fqn], reason="runs compiled units"),
-            ):
-                yield
-        finally:
-            if randomness is not None:
-                randomness.opaque_modules = ()
+        with (
+            nullcontext() if self._randomness is None else self._randomness.opaque(self._local_units),
+            config.patch(recompile_limit=limit, accumulated_recompile_limit=total),
+            nullcontext() if self._shards is None else self._shards.compiling(),
+            replaced_forwards(units, lambda fqn, _: self._runs[fqn], reason="runs compiled units"),
+        ):
+            yield
 
     def lines(self) -> list[str]:
         """Return lines that list compiled and uncompiled units."""

@@ -287,6 +287,10 @@ class StagePlan:
             before += size
         self.tracked_buffers, self.on_all_stages = set(), set()
 
+    def adopt(self, variant: TraceVariant, units: Mapping[str, nn.Module]) -> None:
+        """Take the units of a recorded step; the partition follows the first one."""
+        self.units, self.first = units, self.first or variant
+
     def names(self) -> dict[int, str]:
         """FQN by id of every parameter and tracked buffer."""
         names = {id(parameter): name for name, parameter in parameters_of(modules_in(self.root))}

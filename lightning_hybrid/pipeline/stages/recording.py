@@ -55,11 +55,9 @@ def record_variant(
     recording, assignment = _record_and_assign(
         plan, partial(_record, plan, name, step, context, train=train, **options)
     )
-    plan.units = recording.units
     replays = {s: StageReplay(recording, assignment, plan.root, plan.randomness, s) for s in plan.stages}
     variant = TraceVariant(assignment, replays)
-    if plan.first is None:
-        plan.first = variant
+    plan.adopt(variant, recording.units)
     return variant
 
 
@@ -152,7 +150,7 @@ def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple
         if not larger or plan.num_stages == 1:
             break
         before = set(plan.unit_choice.opened), set(plan.tracked_buffers)
-        plan.unit_choice.opened |= larger
+        plan.unit_choice.opened.update(larger)
         try:
             recording = recorded()
         except Exception:  # such as a branch on values inside a unit, which can be recorded as one node
@@ -195,5 +193,5 @@ def _record(
             if not options.get("guesses"):
                 branches.check(recording, attempt, context)
             return recording
-        plan.unit_choice.opened |= missed
-        plan.tracked_buffers |= found
+        plan.unit_choice.opened.update(missed)
+        plan.tracked_buffers.update(found)

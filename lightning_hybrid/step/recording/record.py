@@ -109,12 +109,13 @@ def _record_once(
             sinks, buffers = find_sinks(root), buffers_of(root, units)
             dry_run = MetricDryRun(sinks)
             recorder = Recorder(
-                names, costs, buffers, dry_run, units, unguarded_reads, randomness, full_graph=full_graph
+                *(names, costs, buffers, dry_run, units, unguarded_reads, randomness),
+                full_graph=full_graph,
+                absent_number=absent_number,
+                guesses=itertools.cycle(guesses) if guesses else None,
             )
-            recorder.absent_number = absent_number
-            recorder.guesses = itertools.cycle(guesses) if guesses else None
-            current.watch = recorder
             with contextlib.ExitStack() as stack:
+                stack.enter_context(current.watched_by(recorder))
                 stack.enter_context(randomness.microbatch(*draws_as))
                 # Glue draws the numbers of a replay: it may branch on them.
                 stack.enter_context(randomness.modules({n: m for n, m in around_units.items() if n}))

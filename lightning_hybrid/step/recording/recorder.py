@@ -71,8 +71,11 @@ class Recorder(StepMode):
         randomness: KeyedRandomness,
         *,
         full_graph: bool,
+        absent_number: float | None,
+        guesses: Iterator[Any] | None,
     ) -> None:
         super().__init__(parameters, randomness)
+        self.absent_number, self.guesses = absent_number, guesses
         self._buffers = buffers
         self._metric_dry_run = metric_dry_run
         self._unguarded_reads = unguarded_reads

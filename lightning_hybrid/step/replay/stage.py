@@ -157,14 +157,9 @@ class StageReplay:
         """
         watch = self.watch(received, parameters)
         watch.shares, watch.metrics = shares or {}, metrics
-        current.watch, watch.uncompiled = watch, current.uncompiled
-        before, self.randomness.watched = self.randomness.watched, True
-        try:
-            with watch:
-                result = step()
-        finally:
-            current.watch = None
-            self.randomness.watched = before
+        watch.uncompiled = current.uncompiled
+        with current.watched_by(watch), self.randomness.watching(True), watch:
+            result = step()
         watch.check_complete(result)
         return StageRun(result, watch.results, watch.placeholders, watch.numbers_read, watch.scalars)
 

@@ -114,15 +114,13 @@ class TraceTree(Generic[Trace]):
             UnknownTrace: The trace is not recorded.
         """
         watch = _DryRun(self._start, self.units, self._attribute_paths, parameters, randomness)
-        current.watch = watch
         try:
-            with randomness.watching(True), watch:
+            with current.watched_by(watch), randomness.watching(True), watch:
                 result = step()
             if watch.numbers_read and (name := number_in_buffer(root, before, self._inside)):
                 raise UnknownTrace(f"it writes a number read from the model into buffer {name!r}")
             return self._trace_at_end(root, result, watch)
         finally:
-            current.watch = None
             self.reads_batch |= watch.reads_batch
             watch.undo()
 

@@ -318,6 +318,15 @@ class CurrentRun:
         self.watch: StepMode | None = None
         self.uncompiled = EagerSwitch()
 
+    @contextlib.contextmanager
+    def watched_by(self, mode: StepMode) -> Iterator[None]:
+        """Make this the mode of the current run inside."""
+        self.watch = mode
+        try:
+            yield
+        finally:
+            self.watch = None
+
     @property
     def glue(self) -> StepMode | None:
         """The mode of the current run while code around units runs; None inside of units and outside of runs."""
