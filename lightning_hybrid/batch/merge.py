@@ -26,15 +26,6 @@ def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int 
     Tensors are concatenated along the dimension of the samples, floats averaged by the share of samples. Lists with
     one entry per sample are concatenated, other lists merged entry by entry; dicts key by key, from the microbatches
     that have the key. For anything else the output of the last microbatch is returned.
-
-    Args:
-        outputs: Output of each microbatch; tensors of shape ``(samples, ...)`` or per-batch values.
-        weights: Share of the samples of each microbatch.
-        counts: Number of samples of each microbatch, if known.
-        step: Name of the step, if tensors that cannot be merged are an error.
-
-    Raises:
-        StepError: Some tensors cannot be merged.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -90,11 +90,7 @@ def why_unsplit(batch: Any, splitter: BatchSplitter | None) -> str:
 
 
 def check_count(batch: Any, wanted: int | None) -> None:
-    """Refuse more microbatches than a full batch has samples.
-
-    Raises:
-        BatchError: With both numbers.
-    """
+    """Refuse more microbatches than a full batch has samples."""
     size = batch_size_of(batch)
     if wanted is not None and size is not None and wanted > size:
         raise BatchError(
@@ -203,11 +199,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """Concatenate the batches of several replicas, in their order, to one.
-
-    Raises:
-        BatchError: The result has another number of samples than the batches together.
-    """
+    """Concatenate the batches of several replicas, in their order, to one."""
     if len(batches) == 1:
         return batches[0]
     counts = sizes_of(batches)

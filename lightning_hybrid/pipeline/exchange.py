@@ -49,17 +49,7 @@ class StepResultExchange:
         metrics: FullBatchMetrics,
         weighting: MeasuredLogs,
     ) -> None:
-        """Prepare the exchange.
-
-        Args:
-            plan: The stages.
-            call: The call of the step.
-            given: Its microbatches; ranks compare the checksum of their batch.
-            logs: The captured logs of the step.
-            weights: The weight of each microbatch in the loss.
-            metrics: Metrics of the full batch.
-            weighting: What is measured of the step: which logged keys weigh by samples, and which are no means.
-        """
+        """Prepare the exchange."""
         self._plan, self._call, self._given, self._sizes = plan, call, given, given.sizes
         self._metrics, self._log_run = metrics, given.log_run
         self._weighting, self._measured = weighting, dict(weighting.reductions)
@@ -83,12 +73,7 @@ class StepResultExchange:
                 self._scalars.append((index, graph.loss))
 
     def begin(self, runs: Mapping[int, StageRun], is_broken: bool = False) -> None:
-        """Start to send this rank's numbers.
-
-        Args:
-            runs: The runs of this rank by microbatch, after all their forwards.
-            is_broken: Whether the step broke on this rank, which has no numbers then.
-        """
+        """Start to send this rank's numbers."""
         if is_broken:
             self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
             return
@@ -152,12 +137,7 @@ class StepResultExchange:
         return [describe_unexplained(self._call.name, *each) for each in known if each[0] in self._combined_keys]
 
     def wait(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
-        """Wait for the numbers of all ranks; arguments as for ``begin``.
-
-        Raises:
-            StepBroken: The step broke on a rank.
-            RanksDisagree: The batch or what was logged differs between the ranks.
-        """
+        """Wait for the numbers of all ranks; ``StepBroken`` if the step broke on one."""
         if self._exchange is None:
             self.begin(runs, is_broken=is_broken)
         assert self._exchange is not None
@@ -258,14 +238,7 @@ def detached(leaf: Any) -> Any:
 
 
 def returned_batch(batch: Any, microbatches: Sequence[Any], results: Sequence[Any], output: Any) -> Any:
-    """The output of a step; if it returns its own batch, the full batch updated with the joined entries.
-
-    Args:
-        batch: The full batch.
-        microbatches: The microbatches on which the step ran.
-        results: The return value for each.
-        output: The return values, joined.
-    """
+    """The output of a step; if it returns its own batch, the full batch updated with the joined entries."""
     if not all(result is microbatch for result, microbatch in zip(results, microbatches, strict=True)):
         return output
     if isinstance(batch, MutableMapping):
@@ -278,15 +251,7 @@ def returned_batch(batch: Any, microbatches: Sequence[Any], results: Sequence[An
 
 
 def check_content(step: str, output: Any) -> None:
-    """Check that no stand-in reaches user code.
-
-    Args:
-        step: Name of the step.
-        output: Its return values, joined.
-
-    Raises:
-        StepError: A number is on another rank only.
-    """
+    """Check that no stand-in reaches user code."""
     for leaf in flatten(output)[0]:
         if has_absent_content(leaf):
             raise StepError(

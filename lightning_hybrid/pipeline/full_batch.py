@@ -176,13 +176,7 @@ class EvaluationTrials:
         self._tried: set[str] = set()
 
     def differing(self, call: Call, chosen: Microbatches, splitter: BatchSplitter | None) -> str:
-        """What differs, the same on every rank; "" if nothing does, or the step was tried before.
-
-        Args:
-            call: The call of the step.
-            chosen: Its microbatches.
-            splitter: Splits batches, where the user has passed one.
-        """
+        """What differs, the same on every rank; "" if nothing does, or the step was tried before."""
         count = len(chosen)
         if count == 1 or call.name in self._tried:
             return ""

@@ -109,12 +109,7 @@ class AppendedEntries:
 
 
 def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
-    """The appended entries of the microbatches of several ranks, in the order of the ranks.
-
-    Args:
-        rows: The entries of each rank.
-        counts: The number of microbatches of each rank.
-    """
+    """The appended entries of the microbatches of several ranks, in the order of the ranks."""
     joined: Rows = {}
     for path in dict.fromkeys(path for row in rows for path in row):
         of_ranks = zip(rows, counts, strict=True)
@@ -165,11 +160,7 @@ class ModuleChanges:
         )
 
     def rows(self, samples: int | None) -> bool:
-        """Whether a changed tensor may have a row for each sample of the batch, so that a microbatch needs some rows.
-
-        Args:
-            samples: Number of samples of the batch; None if unknown.
-        """
+        """Whether a changed tensor may have a row for each sample of the batch, so that a microbatch needs some rows."""
         changed = self._changed()
         tensors = [leaf for path, leaf in reachable_leaves(self._root, plain=False) if path in changed]
         tensors += [

@@ -104,12 +104,7 @@ class LossMeanWeights:
         self._even: BoundedLRUDict[tuple[TraceVariant, ...], _EvenCounts] = BoundedLRUDict(_MAX_CACHED)
 
     def of(self, call: Call, given: Microbatches) -> MeanWeights:
-        """The weights of operations that average, by microbatch and node; empty where all weigh by samples.
-
-        Args:
-            call: The call of the step.
-            given: Its microbatches; everything else is averaged by their weights.
-        """
+        """The weights of operations that average, by microbatch and node; empty where all weigh by samples."""
         variants, batch, weights, graph = given.variants, given.batch, given.weights, given.graph
         terms = self._terms_of(variants) if len(variants) > 1 else frozenset()
         if not terms:
@@ -153,13 +148,13 @@ class LossMeanWeights:
         return shares
 
     def recorded_terms(self, call: Call, given: Microbatches) -> frozenset[int]:
-        """The nodes whose means over data-dependent counts are weighted by these; arguments as for ``of``."""
+        """The nodes whose means over data-dependent counts are weighted by these."""
         terms, graph = self._terms_of(given.variants), given.graph
         divisions = {node for node in terms if graph.nodes[node].averages == "divisor"}
         return terms - divisions | self._divided_sums(call, given, divisions)[1]
 
     def weighs(self, call: Call, given: Microbatches) -> bool:
-        """Whether losses of microbatches may weigh by another count than samples; arguments as for ``of``."""
+        """Whether losses of microbatches may weigh by another count than samples."""
         shares, graph = self.of(call, given), given.graph
         if any(shares):
             return any(leads_to_loss(term, graph) for term in frozenset[int]().union(*shares))
@@ -171,13 +166,7 @@ class LossMeanWeights:
     def compare_halves(
         self, call: Call, splitter: BatchSplitter | None, note: Callable[[Exception], object]
     ) -> list[ComparedLoss]:
-        """Compare the loss of a batch with its halves' loss, of even and uneven sizes.
-
-        Args:
-            call: The call of the step.
-            splitter: Splits its batch, if it is no tree of tensors.
-            note: Takes an error that prevents a comparison.
-        """
+        """Compare the loss of a batch with its halves' loss, of even and uneven sizes."""
         found = []
         for some in (
             call.batch,
@@ -197,7 +186,7 @@ class LossMeanWeights:
         """The loss of a batch, and of its weighted microbatches; None if the step draws random numbers.
 
         The step runs in training mode without dropout, on this rank alone, which has all layers; its effects are
-        undone. Arguments as for ``of``.
+        undone.
         """
         shares = self.of(call, given) or [{} for _ in given.parts]
         root, names, totals = self._plan.root, self._plan.names(), [0.0, 0.0]
@@ -424,12 +413,7 @@ class LossWeightFinder:
         self._tried = set[Count]()
 
     def is_open(self, batch: Any, count: int) -> bool:
-        """Whether a batch can show a weighting that is not known yet.
-
-        Args:
-            batch: The full batch.
-            count: Number of microbatches to split it into.
-        """
+        """Whether a batch can show a weighting that is not known yet."""
         if not self._can_be_split(batch, count):
             return False
         if self.now.counts:
@@ -448,7 +432,7 @@ class LossWeightFinder:
         return next((pair for pair in pairs if self.is_open(pair, 2)), pairs[0])
 
     def learn(self, found: LossWeighting, batch: Any, count: int) -> None:
-        """Adopt the weighting that a batch has shown; arguments as for ``is_open``."""
+        """Adopt the weighting that a batch, split into ``count``, has shown."""
         if self._can_be_split(batch, count):
             self._tried |= self._new_masks(batch, count)
         if found.mixes:

@@ -66,11 +66,7 @@ class LossWeighting(NamedTuple):
     def first_with_weights(
         self, batches: Sequence[tuple[Any, Sequence[Any], list[float]]]
     ) -> tuple[Any, Sequence[Any], list[float], list[float]]:
-        """The first batch whose parts all weigh in its loss, if there is one: its parts, their shares, their weights.
-
-        Args:
-            batches: With their parts, and the weights of these by samples.
-        """
+        """The first batch whose parts all weigh in its loss, if any: with its parts, their shares, their weights."""
         weighted = [(batch, parts, samples, self.of(parts, samples)) for batch, parts, samples in batches]
         return next((each for each in weighted if all(each[3])), weighted[0])
 
@@ -106,12 +102,7 @@ class _Result(NamedTuple):
 
 
 def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) -> LossWeighting:
-    """Agree with the ranks of all replicas on the weighting of one step; collective.
-
-    Args:
-        group: These ranks; all if None.
-        local: The weighting that this rank has found.
-    """
+    """Agree with the ranks of all replicas on the weighting of one step; collective."""
     rows: list[LossWeighting] = [local] * dist.get_world_size(group)
     dist.all_gather_object(rows, local, group=group)
     found = next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), local)

@@ -45,13 +45,7 @@ class MetricSync:
         pipeline: dist.ProcessGroup,
         meet: Callable[[str, dist.ProcessGroup], None] = lambda what, group: None,
     ) -> None:
-        """Patch the metrics.
-
-        Args:
-            root: The user's module.
-            pipeline: Ranks of one pipeline.
-            meet: Waits until the ranks of a group are about to make a call, and raises where some do not.
-        """
+        """Patch the metrics; ``meet`` waits until all ranks of a group are to make a call, and raises otherwise."""
         self._meet = meet
         self._pipeline = pipeline
         self._feeding_rank: dict[str, int] = {}
@@ -121,15 +115,7 @@ class MetricSync:
             call_metrics(self.calls)
 
     def record_feeding_ranks(self, sinks: Mapping[str, int], rank_of: Callable[[int], int]) -> None:
-        """Record the rank that updates each metric.
-
-        Args:
-            sinks: Stage by pseudo-parameter.
-            rank_of: Returns the pipeline rank of a stage.
-
-        Raises:
-            ValueError: Different steps update one metric on different ranks.
-        """
+        """Record the rank that updates each metric."""
         for sink, stage in sinks.items():
             outer, rank = sink.removeprefix(SINK), rank_of(stage)
             for name in self.metrics:
@@ -267,12 +253,7 @@ class GatherAfterRun:
 
 
 def count_replicas_once(owners: Iterable[Any], replicas: dist.ProcessGroup) -> None:
-    """Let metrics that a run has updated count each replica once after it; collective over replicas.
-
-    Args:
-        owners: The user's module and callbacks, with metrics in their attributes.
-        replicas: The ranks with different batches.
-    """
+    """Let metrics that a run has updated count each replica once after it; collective over replicas."""
     metrics = _metrics_of(owners)
     rows: list[list[int]] = [[]] * replicas.size()
     dist.all_gather_object(rows, [int(metric._update_count) for metric in metrics], group=replicas)
@@ -294,11 +275,7 @@ def _metrics_of(owners: Iterable[Any]) -> list[Metric]:
 
 
 def _compare(name: str, metric: Metric, group: dist.ProcessGroup) -> None:
-    """Compare the lists among the states; one to concatenate may be empty on some ranks, and gets no rows there.
-
-    Raises:
-        RanksDisagree: A list that is not concatenated has different lengths; on every rank.
-    """
+    """Compare the lists among the states; one to concatenate may be empty on some ranks, and gets no rows there."""
     lists = {state: getattr(metric, state) for state in metric._reductions}
     lists = {state: value for state, value in lists.items() if isinstance(value, list)}
     if not lists:

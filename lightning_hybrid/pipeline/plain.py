@@ -77,15 +77,7 @@ class PlainRunner(MicrobatchRunner):
         inform: Callable[[str], None],
         **how: Any,
     ) -> None:
-        """Prepare to run steps; other arguments as for ``MicrobatchRunner``, with a plan of one stage.
-
-        Args:
-            *args: The positional ones.
-            shares: The ranks that share the batches of a replica.
-            everyone: These ranks and those of all other replicas.
-            inform: Prints information, on the first rank.
-            **how: The others.
-        """
+        """Prepare to run steps; other arguments as for ``MicrobatchRunner``, with a plan of one stage."""
         super().__init__(*args, **how)
         root = self._root
         self.stores_rows_of_samples = False

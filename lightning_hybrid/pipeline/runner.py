@@ -64,17 +64,7 @@ class MicrobatchRunner(ABC):
         replica: int,
         warn: Callable[[str], None],
     ) -> None:
-        """Set up for one module.
-
-        Args:
-            plan: The ranks that own each parameter and unit.
-            metrics: Synchronizes the metrics of the module.
-            unpartitioned: Runs evaluation steps that cannot be partitioned.
-            num_microbatches: The number that the user requested; None for an automatic choice.
-            splitter: Splits batches, where the user has passed one.
-            replica: Data-parallel rank.
-            warn: Warns the user, on the first rank.
-        """
+        """Set up for one module."""
         self.plan, self.splitter, self.unpartitioned = plan, splitter, unpartitioned
         self.unit_observers: list[Callable[[TraceVariant], AbstractContextManager[Any]]] = []
         self.guards = ReadGuards()

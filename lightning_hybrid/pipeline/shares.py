@@ -87,14 +87,7 @@ class BatchSharing:
         self.are_all = group.size() == everyone.size()
 
     def of(self, batch: Any, count: int, splitter: BatchSplitter | None, weighting: LossWeighting) -> BatchShare:
-        """This rank's share of a batch; all of it where there is not a sample for each rank.
-
-        Args:
-            batch: The same on all ranks.
-            count: Number of microbatches that each rank splits its share into.
-            splitter: Splits batches, where the user has passed one.
-            weighting: The weights of microbatches in the loss.
-        """
+        """This rank's share of a batch; all of it where there is not a sample for each rank."""
         count = self.count(batch, count, splitter)
         if not count:
             return BatchShare([batch], [1.0], [1.0])
@@ -105,7 +98,7 @@ class BatchSharing:
         return BatchShare(parts[here], weights[here], loss_weights[here], first, total, self.size, checksum)
 
     def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
-        """Microbatches of each share; 0 where there is not a sample for each rank. Arguments as for ``of``."""
+        """Microbatches of each share; 0 where there is not a sample for each rank."""
         size = batch_size_of(batch)
         if splitter is not None or (self.size == 1 and size is None):
             return count
@@ -122,14 +115,7 @@ class BatchSharing:
         return max(rows)
 
     def gather(self, local: MicrobatchResults) -> MicrobatchResults:
-        """All-gather the results of a step that each rank has run on a share; collective.
-
-        Args:
-            local: The results of this rank.
-
-        Raises:
-            RanksDisagree: The ranks have different batches.
-        """
+        """All-gather the results of a step that each rank has run on a share; collective."""
         rows: list[Any] = [None] * self.size
         entries: Any = [_picklable(entry) for entry in local.entries]
         outputs, appended = map_leaves(on_host, local.outputs), map_leaves(on_host, local.appended)
@@ -350,11 +336,7 @@ class MicrobatchLoop:
                 backwards.reduce(0)
 
     def _backward(self, output: Any, seed: float, index: int) -> Tensor | None:
-        """Run the backward of a microbatch, which weighs its loss by ``seed`` in all; returns its detached loss.
-
-        Raises:
-            StepError: The output has no loss, or one that depends on no parameter.
-        """
+        """Run the backward of a microbatch, which weighs its loss by ``seed`` in all; returns its detached loss."""
         backwards = self._call.backwards
         seed, factor = split_weight(seed, self._share.ranks * self._share.weights[index], scales=self.scales_gradients)
         is_last = index == len(self._share.microbatches) - 1

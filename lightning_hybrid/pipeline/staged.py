@@ -48,14 +48,7 @@ class StepRunner(MicrobatchRunner):
     """
 
     def __init__(self, *args: Any, transport: Transport, warn_unsplit: Callable[[str, str], None], **how: Any) -> None:
-        """Set up for one module; other arguments as for ``MicrobatchRunner``.
-
-        Args:
-            *args: The positional ones.
-            transport: Carries messages between stages.
-            warn_unsplit: Called once with the name of a step whose batches are not split, and the reason.
-            **how: The others.
-        """
+        """Set up for one module; other arguments as for ``MicrobatchRunner``."""
         super().__init__(*args, **how)
         self._executor = Executor(self.plan, transport, self.guards)
         self._traces = TraceCache(self.plan)

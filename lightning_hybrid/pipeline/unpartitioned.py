@@ -118,14 +118,7 @@ class UnpartitionedSteps:
         return {cut.axis for cut in self._parts().shardings if name in cut.placements}
 
     def gather_when_read(self, where: str) -> StepReads:
-        """The mode that gathers parameters which code outside of steps reads; collective over the replica.
-
-        Args:
-            where: Description of the code, for messages.
-
-        Raises:
-            RanksDisagree: Some ranks do not run it.
-        """
+        """The mode that gathers parameters which code outside of steps reads; collective over the replica."""
         agree_on = partial(self._agreement.agree_on, where)
         agree_on("reads the module")
         had_stale_copies = self.has_stale_copies
@@ -194,12 +187,7 @@ class UnpartitionedSteps:
 
 
 def sync_unit_attributes(plan: StagePlan, root: nn.Module) -> None:
-    """All-gather the plain attributes of layers from the ranks that run them; collective over the pipeline.
-
-    Args:
-        plan: The rank of each layer.
-        root: The user's module.
-    """
+    """All-gather the plain attributes of layers from the ranks that run them; collective over the pipeline."""
     local = io.BytesIO()
     owners = _owners(plan)
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -265,12 +253,6 @@ class PlainStepRandomness:
 
         The first run of a step is observed everywhere, and shows which modules draw. Later runs are observed in these
         only; other code draws from the generators as the microbatch has seeded them.
-
-        Args:
-            name: Name of the step.
-            number: Number of the batch in the run.
-            first: Number of the first microbatch, over all replicas.
-            index: Index of the microbatch.
         """
         root, randomness, microbatch = self._root, self._randomness, first + index
         if name not in self._drawing:

@@ -9,7 +9,7 @@ equal results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from lightning_hybrid.schedule.actions import (
@@ -18,6 +18,7 @@ from lightning_hybrid.schedule.actions import (
     Placement,
     Schedule,
     check_sizes,
+    check_stages,
     stages_of_rank,
     with_reductions,
 )
@@ -35,14 +36,8 @@ def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sc
     # rank 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 R
     # rank 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3 R      (B0 waits for the last forward)
     check_sizes(num_ranks, num_microbatches, stages_per_rank)
-    microbatches = range(num_microbatches)
-    rows = []
-    for rank in range(num_ranks):
-        stages = stages_of_rank(rank, num_ranks, stages_per_rank)
-        forwards = [Action(Kind.F, stage, m) for stage in stages for m in microbatches]
-        backwards = [Action(Kind.B, stage, m) for stage in reversed(stages) for m in microbatches]
-        rows.append(forwards + backwards)
-    return _schedule("gpipe", num_ranks, num_microbatches, stages_per_rank, rows)
+    warmups = [stages_per_rank * num_microbatches] * num_ranks
+    return _alternating("gpipe", stages_per_rank, [range(num_microbatches)], warmups)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -57,7 +52,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     if stages_per_rank != 1:
         return interleaved_1f1b(num_ranks, num_microbatches, stages_per_rank)
     check_sizes(num_ranks, num_microbatches, stages_per_rank)
-    return _one_stage_each("1f1b", num_ranks, num_microbatches, warmup_per_rank=1)
+    return _alternating("1f1b", 1, [range(num_microbatches)], range(num_ranks)[::-1])
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -73,8 +68,8 @@ def eager_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) 
     # rank 1  .. F0 F1 F2 .. B0 F3 B1 F4 B2             warm-up of 2
     # rank 2  .. .. F0 B0 F1 B1 F2 B2                   no warm-up
     check_sizes(num_ranks, num_microbatches, stages_per_rank)
-    _check_one_stage("eager_1f1b", stages_per_rank)
-    return _one_stage_each("eager_1f1b", num_ranks, num_microbatches, warmup_per_rank=2)
+    check_stages("eager_1f1b", stages_per_rank, 1)
+    return _alternating("eager_1f1b", 1, [range(num_microbatches)], range(0, 2 * num_ranks, 2)[::-1])
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -91,14 +86,9 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
     if stages_per_rank == 1:
         return one_f_one_b(num_ranks, num_microbatches)
     groups = _groups(num_microbatches, num_ranks)
-    rows = []
-    for rank in range(num_ranks):
-        stages = stages_of_rank(rank, num_ranks, stages_per_rank)
-        forwards = [Action(Kind.F, s, m) for group in groups for s in stages for m in group]
-        backwards = [Action(Kind.B, s, m) for group in groups for s in reversed(stages) for m in group]
-        warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * len(groups[0])
-        rows.append(_alternate(forwards, backwards, warmup))
-    return _schedule("interleaved_1f1b", num_ranks, num_microbatches, stages_per_rank, rows)
+    first = (stages_per_rank - 1) * len(groups[0])
+    warmups = [2 * (num_ranks - rank - 1) + first for rank in range(num_ranks)]
+    return _alternating("interleaved_1f1b", stages_per_rank, groups, warmups)
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -115,7 +105,7 @@ def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     # rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     # rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     check_sizes(num_ranks, num_microbatches, stages_per_rank)
-    _check_one_stage("zero_bubble", stages_per_rank)
+    check_stages("zero_bubble", stages_per_rank, 1)
     rows = []
     for rank, unsplit in enumerate(one_f_one_b(num_ranks, num_microbatches).actions):
         row: list[Action] = []
@@ -128,8 +118,8 @@ def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
                 row.append(action)
         if rank:
             row += [Action(Kind.W, rank, m) for m in range(max(0, num_microbatches - rank), num_microbatches)]
-        rows.append(row)
-    return _schedule("zero_bubble", num_ranks, num_microbatches, 1, rows)
+        rows.append(with_reductions(row))
+    return Schedule("zero_bubble", num_ranks, 1, num_microbatches, tuple(rows))
 
 
 @lru_cache(maxsize=64)
@@ -158,11 +148,7 @@ def zero_bubble_searched(
         ValueError: a size is below 1, or a rank has more than two stages.
     """
     check_sizes(num_ranks, num_microbatches, stages_per_rank)
-    if stages_per_rank > 2:
-        raise ValueError(
-            f"schedule='zero_bubble_searched' runs one or two stages per rank, not stages_per_rank={stages_per_rank};"
-            " set stages_per_rank=2, or schedule='interleaved_1f1b'"
-        )
+    check_stages("zero_bubble_searched", stages_per_rank, 1, 2)
     fixed: tuple[Schedule, ...]
     if stages_per_rank == 1:
         fixed = zero_bubble(num_ranks, num_microbatches), one_f_one_b(num_ranks, num_microbatches)
@@ -186,8 +172,7 @@ def forward_only(
             first, second = ([Action(Kind.F, stage, m) for m in range(num_microbatches)] for stage in stages)
             rows.append(_alternate(first, second, warmup=2 * (num_ranks - rank - 1)))
             continue
-        groups = _groups(num_microbatches, num_ranks)
-        rows.append([Action(Kind.F, s, m) for group in groups for s in stages for m in group])
+        rows.append(_passes(Kind.F, stages, _groups(num_microbatches, num_ranks)))
     actions = tuple(map(tuple, rows))
     return Schedule("forward_only", num_ranks, stages_per_rank, num_microbatches, actions, placement)
 
@@ -255,24 +240,6 @@ def make_schedule(
     return _GENERATORS[name](num_ranks, num_microbatches, stages_of_each_rank(name, stages_per_rank))
 
 
-def _check_one_stage(name: str, stages_per_rank: int) -> None:
-    if stages_per_rank != 1:
-        raise ValueError(
-            f"schedule={name!r} runs one stage per rank, not stages_per_rank={stages_per_rank}; set"
-            " stages_per_rank=1 or schedule='interleaved_1f1b'"
-        )
-
-
-def _one_stage_each(name: str, num_ranks: int, num_microbatches: int, warmup_per_rank: int) -> Schedule:
-    """Each rank starts with `warmup_per_rank` forwards more than the rank behind it."""
-    rows = []
-    for rank in range(num_ranks):
-        forwards = [Action(Kind.F, rank, m) for m in range(num_microbatches)]
-        backwards = [Action(Kind.B, rank, m) for m in range(num_microbatches)]
-        rows.append(_alternate(forwards, backwards, warmup=warmup_per_rank * (num_ranks - rank - 1)))
-    return _schedule(name, num_ranks, num_microbatches, 1, rows)
-
-
 def _groups(num_microbatches: int, least: int) -> list[range]:
     """Cut the microbatches into as many groups of at least `least` as fit, the larger groups first."""
     # A smaller group would starve the last ranks; a later group that is larger than the first would deadlock, because
@@ -292,7 +259,16 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
     return row + backwards[len(steady) :]
 
 
-def _schedule(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, rows: list[list[Action]]
-) -> Schedule:
-    return Schedule(name, num_ranks, stages_per_rank, num_microbatches, tuple(map(with_reductions, rows)))
+def _passes(kind: Kind, stages: Sequence[int], groups: Sequence[range]) -> list[Action]:
+    """Groups of microbatches one after the other, each through all stages in turn."""
+    return [Action(kind, stage, m) for group in groups for stage in stages for m in group]
+
+
+def _alternating(name: str, stages_per_rank: int, groups: Sequence[range], warmups: Sequence[int]) -> Schedule:
+    """Groups pass the stages of each rank, which begins with its `warmup` of forwards and then alternates."""
+    rows = []
+    for rank, warmup in enumerate(warmups):
+        stages = stages_of_rank(rank, len(warmups), stages_per_rank)
+        forwards, backwards = _passes(Kind.F, stages, groups), _passes(Kind.B, stages[::-1], groups)
+        rows.append(with_reductions(_alternate(forwards, backwards, warmup)))
+    return Schedule(name, len(warmups), stages_per_rank, sum(map(len, groups)), tuple(rows))

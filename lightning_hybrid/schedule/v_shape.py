@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from lightning_hybrid.schedule.actions import Action, Kind, Schedule, check_sizes, with_reductions
+from lightning_hybrid.schedule.actions import Action, Kind, Schedule, check_sizes, check_stages, with_reductions
 
 
 def zero_bubble_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
@@ -24,7 +24,8 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
     # rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0B0 3F2 3I2 3W2 0B1 ...
     # rank 1  ... 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 ...
     p, row_length = num_ranks, max(num_microbatches, 2 * num_ranks - 1)
-    _check(num_ranks, num_microbatches, stages_per_rank, "zero_bubble_v")
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    check_stages("zero_bubble_v", stages_per_rank, 2)
     rows = []
     for r in range(p):
         row = _Row(r, 2 * p - 1 - r)
@@ -55,7 +56,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) 
     # rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 ...
     # rank 1  ... 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 ...
     p, row_length = num_ranks, max(num_microbatches, 2 * num_ranks)
-    _check(num_ranks, num_microbatches, stages_per_rank, "dualpipe_v")
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    check_stages("dualpipe_v", stages_per_rank, 2)
     rows = []
     for r in range(p):
         row = _Row(r, 2 * p - 1 - r)
@@ -123,12 +125,3 @@ def unsplit_first_stage(row: list[Action]) -> list[Action]:
         else:
             merged.append(action)
     return merged
-
-
-def _check(num_ranks: int, num_microbatches: int, stages_per_rank: int, name: str) -> None:
-    check_sizes(num_ranks, num_microbatches, stages_per_rank)
-    if stages_per_rank != 2:
-        raise ValueError(
-            f"schedule={name!r} runs two stages per rank, not stages_per_rank={stages_per_rank}; set stages_per_rank=2"
-            " or leave it out, or set schedule='interleaved_1f1b'"
-        )

@@ -382,11 +382,7 @@ class AbsentParameterReads(TorchFunctionMode):
         self._root = root
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function.
-
-        Raises:
-            StepChanged: It reads an absent parameter.
-        """
+        """Run a function; ``StepChanged`` if it reads an absent parameter."""
         name = getattr(func, "__name__", "")
         if name not in SHAPE_METHODS and name != "__hash__":
             member = func.__self__.__name__ if name in _PROPERTIES else ""

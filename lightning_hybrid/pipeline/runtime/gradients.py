@@ -32,13 +32,7 @@ from lightning_hybrid.step.standins.tensors import is_absent
 
 
 def split_weight(of_loss: float, of_gradients: float, *, scales: bool | None) -> tuple[float, float]:
-    """The gradient from which the backward of a microbatch starts, and the factor of what arrives at parameters.
-
-    Args:
-        of_loss: The weight of its loss.
-        of_gradients: The weight of gradients that ignore that of the loss: its share of the samples.
-        scales: Whether microbatches weigh where their gradients reach a parameter.
-    """
+    """The gradient from which the backward of a microbatch starts, and the factor of what arrives at parameters."""
     if not of_loss:
         return 1.0, 0.0
     return (of_loss / of_gradients, of_gradients) if scales and of_gradients else (of_loss, 1.0)
@@ -110,13 +104,7 @@ class ParameterGradients:
 
     @contextlib.contextmanager
     def by(self, factor: float, stage: int = 0, *, is_last: bool) -> Iterator[None]:
-        """Run a backward inside.
-
-        Args:
-            factor: What it adds to the gradients of parameters is multiplied by this.
-            stage: Its stage.
-            is_last: Whether it is the last one of this stage.
-        """
+        """Run a backward of a stage inside; what it adds to gradients of parameters is multiplied by ``factor``."""
         with torch._C.DisableTorchFunction():
             for parameter in self._parameters:
                 self._take_over(parameter)
@@ -272,11 +260,7 @@ class GradientHandoff:
         return _HandoffFunction.apply(loss, anchor, self)
 
     def deposit(self, incoming: Tensor) -> None:
-        """Add the gradients to ``.grad``, scaled by the incoming gradient of the loss, a scalar, over the expected one.
-
-        Raises:
-            RuntimeError: Gradients of earlier batches are added already, and the factor is not 1.
-        """
+        """Add the gradients to ``.grad``, scaled by the loss's incoming gradient, a scalar, over the expected one."""
         factor = float(incoming) / self._seeded
         exact = abs(factor - 1.0) < 1e-6
         if not self._zeroed_later:

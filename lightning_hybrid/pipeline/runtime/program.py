@@ -28,12 +28,7 @@ class Programs:
         self._programs: dict[Any, Program] = {}
 
     def of(self, variants: Sequence[TraceVariant], *, train: bool) -> Program:
-        """The program of a step.
-
-        Args:
-            variants: The trace of each microbatch.
-            train: Whether backwards follow.
-        """
+        """The program of a step."""
         kinds = dict.fromkeys(variants)
         forward = frozenset(pair for variant in kinds for pair in variant.assignment.portals)
         backward = frozenset(pair for variant in kinds for pair in variant.gradient_portals) if train else frozenset()

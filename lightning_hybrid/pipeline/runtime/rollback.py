@@ -71,14 +71,7 @@ class StepSnapshot:
         self._attributes = [(module, _plain_attributes(module)) for module in owners]
 
     def restore(self, why: str = "is rolled back") -> None:
-        """Restore the state.
-
-        Args:
-            why: The reason of the rollback, as a clause after "training_step".
-
-        Raises:
-            StepError: A tensor that is too large to be copied before each step has been written.
-        """
+        """Restore the state; ``StepError`` if a tensor was written that is too large to be copied before each step."""
         for path, tensor, version in self._large:
             if tensor._version != version:
                 raise StepError(

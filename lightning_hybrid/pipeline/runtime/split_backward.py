@@ -68,11 +68,7 @@ class SplitBackward:
 
     @contextlib.contextmanager
     def instrumented(self, current: CurrentRun) -> Iterator[None]:
-        """Replace ``functional.linear``, so that linears of units can defer the gradients of their weights.
-
-        Args:
-            current: The run of the step that is under way.
-        """
+        """Replace ``functional.linear``, so that linears of units can defer the gradients of their weights."""
         if functional.linear is not _torch_linear:  # another library has replaced it: it stays as it is
             yield
             return
@@ -213,11 +209,7 @@ def have_hooks(deferred: Sequence[DeferredGradient]) -> bool:
 
 @torch.no_grad()
 def finish(deferred: Sequence[DeferredGradient]) -> None:
-    """Add deferred gradients to `weight.grad`, bit for bit as the backward would have done.
-
-    Raises:
-        RuntimeError: The input of a linear was written in place since.
-    """
+    """Add deferred gradients to `weight.grad`, bit for bit as the backward would have done."""
     sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
     for weight, gradient, input, version in deferred:
         if input._version != version:

@@ -168,12 +168,7 @@ class GroupTransport(Transport):
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The fastest transport between the ranks of one pipeline; collective.
-
-    Args:
-        group: The ranks, by pipeline coordinate.
-        device: Where tensors are received.
-    """
+    """The fastest transport between the ranks of one pipeline; collective."""
     transfers = transfers_of(group) if device.type == "cpu" else None
     return GroupTransport(group, device) if transfers is None else HostTransport(transfers)
 

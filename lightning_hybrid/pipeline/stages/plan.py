@@ -148,12 +148,7 @@ class MissingGradients:
         self._missing: set[Key] = set()
 
     def sent(self, key: Key, leaf: Tensor) -> Tensor:
-        """The gradient to send back for a received value, or the encoding of None; of the shape of the value.
-
-        Args:
-            key: The stages, and the index of the value.
-            leaf: The value, after the backward.
-        """
+        """The gradient to send back for a received value, or the encoding of None; of the shape of the value."""
         if leaf.grad is not None:
             return leaf.grad
         gradient = torch.zeros_like(leaf)
@@ -327,11 +322,7 @@ class StagePlan:
             self.owner_stages |= partition.buffer_stages(recording.graph, self.owner_stages, new, self.num_stages)
 
     def assign(self, recording: Recording) -> Assignment:
-        """Assign a recording to stages, by the owners of its parameters.
-
-        Raises:
-            StepError: It uses parameters on other stages than the first one.
-        """
+        """Assign a recording to stages, by the owners of its parameters."""
         self._add_owners(recording)
         assignment = partition.assign(recording.graph, self.owner_stages, self.num_stages)
         if self.first is None:
@@ -362,17 +353,7 @@ def check_parameter_owners(
     rank_of: Callable[[int], int],
     ranks_of: Callable[[str], tuple[int, ...]],
 ) -> None:
-    """Refuse a step that reads a parameter on ranks that do not own it.
-
-    Args:
-        assignment: Assignment of a step that was recorded after the first one.
-        owner_stages: Owner stage of each parameter, as the first step decided.
-        rank_of: Returns the rank of a stage.
-        ranks_of: Returns the owner ranks of a parameter.
-
-    Raises:
-        StepError: The step reads such a parameter; names it, and the parameter or buffer before it.
-    """
+    """Refuse a step that reads a parameter on ranks that do not own it."""
     graph = assignment.graph
     for node, stage in zip(graph.nodes, assignment.node_stage, strict=True):
         for name in node.parameters:

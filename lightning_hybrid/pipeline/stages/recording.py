@@ -38,20 +38,7 @@ def record_variant(
     train: bool,
     **options: Any,
 ) -> TraceVariant:
-    """Record a step, and assign it to stages; the first one decides the partition.
-
-    Args:
-        plan: The plan of the stages.
-        name: Name of the step.
-        step: Runs it on one microbatch.
-        context: Entered around the step.
-        train: Whether it must return a loss.
-        options: As for ``record``.
-
-    Raises:
-        StepError: The step cannot be recorded.
-        PartitionError: It cannot be partitioned, or not as the first step was.
-    """
+    """Record a step, and assign it to stages; the first one decides the partition."""
     recording, assignment = _record_and_assign(
         plan, partial(_record, plan, name, step, context, train=train, **options)
     )
@@ -71,11 +58,7 @@ def record_once(
     train: bool,
     **options: Any,
 ) -> Recording:
-    """Record a step with these units, as ``record_variant`` does, without changing the plan; options as for ``record``.
-
-    Raises:
-        StepError: The step cannot be recorded.
-    """
+    """Record a step with these units, as ``record_variant`` does, without changing the plan."""
     logs: list[tuple[str, float | None]] = []
 
     def logged() -> Any:

@@ -197,16 +197,7 @@ class TraceCache:
         self._is_unpredicted.add(name)
 
     def choose(self, call: Call, microbatches: Sequence[Any]) -> list[TraceVariant]:
-        """Select the trace of each microbatch; new ones are recorded.
-
-        Args:
-            call: The call of the step.
-            microbatches: The batches on which the step runs, one after the other.
-
-        Raises:
-            StepError: The step cannot be recorded.
-            PartitionError: It cannot be partitioned, or not as the first step was.
-        """
+        """Select the trace of each microbatch; new ones are recorded."""
         keys = [_key(call, microbatch) for microbatch in microbatches]
         cached: dict[Hashable, _Traces] = {}
         for index, key in enumerate(keys):
@@ -335,11 +326,7 @@ class TraceCache:
         names: Mapping[int, str],
         before: ModuleSnapshot,
     ) -> TraceVariant:
-        """Select the trace of a microbatch by a dry run.
-
-        Raises:
-            UnknownTrace: It diverges from all traces.
-        """
+        """Select the trace of a microbatch by a dry run; ``UnknownTrace`` if it diverges from all."""
         if traces.tree is None or traces.tree.units.keys() != units.keys() or traces.tree.count > _MAX_TRACES:
             traces.tree = TraceTree(units, [module for unit in units.values() for module in unit.modules()])
             traces.pending = traces.pending[-1:]

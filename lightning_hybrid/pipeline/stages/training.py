@@ -89,11 +89,7 @@ class ActionRecorder:
         self.add(action, self._last if self._last is not None else self.mark())
 
     def spans(self, rank: int) -> list[Span]:
-        """The actions with their times in seconds of ``time.perf_counter``; waits for a CUDA device.
-
-        Args:
-            rank: The pipeline coordinate, which each span carries.
-        """
+        """The actions with their times in seconds of ``time.perf_counter``; waits for a CUDA device."""
         seconds = self._seconds()
         return [
             Span(rank, action, seconds(start) + (0.0 if self._is_cuda else waited), seconds(end))

@@ -64,29 +64,6 @@ class CutProposal:
         )
 
 
-def propose_cuts(assignment: Assignment, stages: Sequence[StageSeconds], schedule: Schedule) -> CutProposal | None:
-    """Find the cuts of least predicted time.
-
-    Args:
-        assignment: The present stages of the recorded step.
-        stages: Their measured seconds, by number.
-        schedule: The order of the actions, which stays.
-
-    Returns:
-        The cuts; None if no others are predicted to be faster.
-    """
-    graph, num_stages = assignment.graph, assignment.num_stages
-    points = cut_points(graph)
-    if num_stages < 2 or len(points) < num_stages:
-        return None
-    search = CutSearch(graph, num_stages, schedule, seconds_of_nodes(assignment, stages))
-    present = search.simulated(assignment)
-    found = search.fastest_of_others(())
-    if found is None or not found[1] < present:
-        return None
-    return CutProposal(found[0], present_cuts(assignment), present, found[1])
-
-
 def cut_points(graph: StepGraph) -> list[tuple[int, str]]:
     """Return the nodes at which a stage may begin, and the name of each as a cut: its unit, or its first parameter."""
     starts, first_use = _elements(graph, _updates(graph))
@@ -119,11 +96,6 @@ class CutSearch:
         self._points, self._nodes = cut_points(graph), nodes
         self._known: dict[tuple[int, ...], float] = {}
 
-    def fastest_of_others(self, known: Collection[tuple[str, ...]]) -> tuple[tuple[str, ...], float] | None:
-        """The cuts of least seconds, and these, without some that are given by name; None if there are no others."""
-        found = self._fastest_of_others(known)
-        return None if found is None else (self.names(found), self.seconds(found))
-
     def most_telling(
         self, known: Collection[tuple[str, ...]], group_of: Sequence[Hashable], limit: float
     ) -> tuple[tuple[str, ...], float] | None:
@@ -134,7 +106,7 @@ class CutSearch:
             group_of: Of each node; what the nodes of one group take is not told apart by what was measured so far.
             limit: In seconds; others are no gain.
         """
-        fastest = self._fastest_of_others(known)
+        fastest = self.fastest_of_others(known)
         if fastest is None or self.seconds(fastest) >= limit:
             return None
         limit = self.seconds(fastest) + _TELLING * (limit - self.seconds(fastest))
@@ -148,7 +120,8 @@ class CutSearch:
             sums[group, stage] = sums.get((group, stage), 0.0) + sum(seconds)
         return max(sums.values())
 
-    def _fastest_of_others(self, known: Collection[tuple[str, ...]]) -> tuple[int, ...] | None:
+    def fastest_of_others(self, known: Collection[tuple[str, ...]]) -> tuple[int, ...] | None:
+        """The cuts of least seconds without some that are given by name; None if there are no others."""
         points = {name: number for number, (_, name) in reversed(list(enumerate(self._points)))}
         for names in known:
             if all(name in points for name in names):

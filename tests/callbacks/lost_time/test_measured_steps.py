@@ -14,8 +14,8 @@ from lightning_hybrid.graph.partition import assign, owner_stages
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.schedule import Action, Kind, Portals, Span, Timeline, make_schedule, simulate
-from lightning_hybrid.schedule.measured.cuts import propose_cuts
-from lightning_hybrid.schedule.measured.seconds import load_measured_costs
+from lightning_hybrid.schedule.measured.cuts import CutSearch
+from lightning_hybrid.schedule.measured.seconds import load_measured_costs, seconds_of_nodes
 
 
 def assignment(count=8, num_stages=2):
@@ -242,8 +242,9 @@ def test_cuts_within_the_noise_are_not_chosen():
 def test_a_gain_below_the_noise_is_not_proposed():
     """The gain is a share of the step, most of which is the wait for its batch here."""
     cuts, late = RebalancedCuts(), measured(pipeline([0.01, 0.03], wait=20.0))
-    found = propose_cuts(STAGES, late.stages, late.typical.schedule)
-    assert 0 < found.gain(late.step_seconds) < 0.03
+    search = CutSearch(STAGES.graph, 2, late.typical.schedule, seconds_of_nodes(STAGES, late.stages))
+    gain = search.simulated(STAGES) - search.seconds(search.fastest_of_others(()))
+    assert 0 < gain / late.step_seconds < 0.03
     cuts.propose(Strategy(module_of()), late, 10)
     assert late.proposal() is None and cuts.pending is None
 

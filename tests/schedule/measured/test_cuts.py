@@ -7,10 +7,11 @@ import pytest
 from lightning_hybrid.graph.partition import assign, owner_stages
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 from lightning_hybrid.schedule import Portals, Timeline, make_schedule, simulate
-from lightning_hybrid.schedule.measured.cuts import cut_points, present_cuts, propose_cuts
+from lightning_hybrid.schedule.measured.cuts import CutProposal, CutSearch, cut_points, present_cuts
 from lightning_hybrid.schedule.measured.seconds import (
     StageSeconds,
     describe_range,
+    seconds_of_nodes,
     seconds_of_stages,
     seconds_of_units,
     unit_ranges,
@@ -35,7 +36,9 @@ def assigned(graph, num_stages, cuts=None):
 
 def proposed(assignment, totals, schedule):
     stages = [StageSeconds(stage, total / 3, 2 * total / 3) for stage, total in enumerate(totals)]
-    return propose_cuts(assignment, stages, schedule)
+    search = CutSearch(assignment.graph, assignment.num_stages, schedule, seconds_of_nodes(assignment, stages))
+    cuts, present = search.fastest_of_others(()), search.simulated(assignment)
+    return CutProposal(search.names(cuts), present_cuts(assignment), present, search.seconds(cuts))
 
 
 def test_a_slow_stage_gives_units_away():
@@ -51,9 +54,9 @@ def test_a_slow_stage_gives_units_away():
 
 def test_balanced_stages_stay():
     schedule = make_schedule("1f1b", 2, 8)
-    assert proposed(assigned(blocks(8), 2), [8.0, 8.0], schedule) is None
-    assert proposed(assigned(blocks(2), 2), [1.0, 9.0], schedule) is None  # nothing can be moved
-    assert proposed(assigned(blocks(8), 1), [9.0], make_schedule("1f1b", 1, 8)) is None
+    for graph, totals in ((blocks(8), [8.0, 8.0]), (blocks(2), [1.0, 9.0])):  # of the second nothing can be moved
+        proposal = proposed(assigned(graph, 2), totals, schedule)
+        assert proposal.cuts == proposal.present and proposal.gain(100.0) == 0
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble"])
@@ -61,8 +64,7 @@ def test_balanced_stages_stay():
 def test_no_other_cuts_are_faster(name, totals):
     graph, schedule = blocks(9), make_schedule(name, 3, 6)
     assignment = assigned(graph, 3)
-    stages = [StageSeconds(stage, total / 3, 2 * total / 3) for stage, total in enumerate(totals)]
-    proposal = propose_cuts(assignment, stages, schedule)
+    proposal = proposed(assignment, totals, schedule)
     each = [totals[stage] / 3 for stage in assignment.node_stage[:9]]
     fastest = float("inf")
     for cut in itertools.combinations(range(1, 9), 2):
