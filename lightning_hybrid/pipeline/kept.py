@@ -160,7 +160,7 @@ class ModuleChanges:
         )
 
     def rows(self, samples: int | None) -> bool:
-        """Whether a changed tensor may have a row for each sample of the batch, so that a microbatch needs some rows."""
+        """Whether a changed tensor may have a row for each sample of the batch, so that a microbatch needs some."""
         changed = self._changed()
         tensors = [leaf for path, leaf in reachable_leaves(self._root, plain=False) if path in changed]
         tensors += [

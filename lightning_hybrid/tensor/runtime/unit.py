@@ -111,8 +111,7 @@ class ShardedUnit:
             around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the
                 draws of the ranks differ. By default each rank has a separate generator state for these.
             around_local_draw: The same around draws for a rank's local positions.
-            fqn: As the attribute.
-            keeps_sharded: As the attribute.
+            fqn: As the attribute; ``keeps_sharded`` too.
         """
         self._ranks, self._context = as_ranks(ranks), as_ranks(context)
         _check_sizes(plan, self._ranks, self._context)
@@ -134,8 +133,7 @@ class ShardedUnit:
         self._forward = unit.forward
         self._slots = find_slots(self._modules, plan.placements)
         self._originals = {fqn: members[name] for fqn, ((members, name), *_) in self._slots.items()}
-        device = next((p.device for p in unit.parameters()), torch.device("cpu"))
-        self._bind_draws(device, around_draw, around_local_draw)
+        self._bind_draws(around_draw, around_local_draw)
         self._fallback: Callable[..., Any] = self._run_full
         if (full := plan.full_sequence_plan) is not None:
             other = ShardedUnit(unit, full, self._ranks, tensors=tensors, around_draw=self._around_draw)
@@ -150,7 +148,8 @@ class ShardedUnit:
             self._modules, plan, self._positions, axes, self._region_inputs, self._around_draw
         )
 
-    def _bind_draws(self, device: torch.device, around_draw: AroundDraw | None, local: AroundDraw | None) -> None:
+    def _bind_draws(self, around_draw: AroundDraw | None, local: AroundDraw | None) -> None:
+        device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
         self._around_draw = self._around_local_draw = around_draw or RankDraws(self._all.rank, device)
         if self._positions is not None and self._positions.by == "context":  # tensor ranks have the same positions
             if local is None and self._ranks.size > 1:
