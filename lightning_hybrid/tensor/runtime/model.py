@@ -134,9 +134,8 @@ class ShardedModel:
                     tensors=self._buffers[fqn].local,
                     around_draw=around_draw,
                     around_local_draw=around_local,
-                    fqn=fqn,
-                    keeps_sharded=keeps_sharded,
                 )
+                self._runners[fqn].fqn, self._runners[fqn].keeps_sharded = fqn, keeps_sharded
                 if (calls := self._runners[fqn].proved) is not None:
                     calls.isolated = isolated or calls.isolated
                     calls.prove = partial(branches.lines, kinds.kind_of(fqn, unit), unit, plan)

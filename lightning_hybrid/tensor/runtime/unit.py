@@ -96,8 +96,6 @@ class ShardedUnit:
         tensors: Callable[[], Tensors] | None = None,
         around_draw: AroundDraw | None = None,
         around_local_draw: AroundDraw | None = None,
-        fqn: str = "",
-        keeps_sharded: bool = False,
     ) -> None:
         """Binds a unit to its plan.
 
@@ -111,14 +109,14 @@ class ShardedUnit:
             around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the
                 draws of the ranks differ. By default each rank has a separate generator state for these.
             around_local_draw: The same around draws for a rank's local positions.
-            fqn: As the attribute; ``keeps_sharded`` too.
         """
         self._ranks, self._context = as_ranks(ranks), as_ranks(context)
         _check_sizes(plan, self._ranks, self._context)
         self._positions = local_positions(plan)
         by = self._positions and self._positions.by
         self._all = paired(self._ranks, self._context) if by in ("context", "both") else self._ranks
-        self.fqn, self.keeps_sharded, self.learning = fqn, keeps_sharded, False
+        self.fqn = ""
+        self.learning = self.keeps_sharded = False
         self.last_region_mode: RegionMode | None = None
         self.last_sequence: ShardedSequence | None = None
         self.num_gathers = self.num_sharded_sequences = 0
