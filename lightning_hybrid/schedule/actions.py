@@ -132,9 +132,9 @@ def check_sizes(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> 
 def check_stages(name: str, stages_per_rank: int, *allowed: int) -> None:
     """Refuse a number of stages per rank that the schedule of a name does not have."""
     if stages_per_rank not in allowed:
-        words = " or ".join({1: "one", 2: "two"}[number] for number in allowed)
+        words = {(1,): "one stage", (2,): "two stages", (1, 2): "one or two stages"}[allowed]
         raise ValueError(
-            f"schedule={name!r} runs {words} stage{'s' * (allowed[-1] > 1)} per rank, not"
+            f"schedule={name!r} runs {words} per rank, not"
             f" stages_per_rank={stages_per_rank}; set stages_per_rank={allowed[-1]} or schedule='interleaved_1f1b'"
         )
 
