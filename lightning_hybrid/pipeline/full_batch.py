@@ -269,7 +269,9 @@ class LogRuns:
             return None
         if any(node.sized_by == "values of the model" for node in full.recording.graph.nodes):  # it guesses sizes
             return None
-        if call.name not in self._traces.reads_batch and logged == full.recording.logged:
+        # A number read from the model is another for the batch than for its parts, though the traces do not show it.
+        has_read = any(number is not None and math.isnan(number) for _, number in logged)
+        if call.name not in self._traces.reads_batch and not has_read and logged == full.recording.logged:
             self._needless.add(first)
             return None
         given = self._traces.unwritten(call, batch)

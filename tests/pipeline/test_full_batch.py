@@ -139,8 +139,11 @@ class Logs(Tiny):
             for reduce in ("mean", "max", "min", "sum", torch.max):
                 key = f"{where} {name} {reduce}"
                 self.log(key, value, reduce_fx=reduce, on_step=True, on_epoch=True, sync_dist=True)
-        self.log(f"{where} samples", float(len(out)), reduce_fx="sum", on_step=False, on_epoch=True)
+        if self.counts:
+            self.log(f"{where} samples", float(len(out)), reduce_fx="sum", on_step=False, on_epoch=True)
         return loss
+
+    counts = True
 
     def training_step(self, batch, batch_idx):
         return self.step(batch, "train")
@@ -154,6 +157,15 @@ class Logs(Tiny):
 
     def on_fit_end(self):
         self.seen += [float(value) for name, value in sorted(self.trainer.callback_metrics.items())]
+
+
+class LogsItems(Logs):
+    """Logs numbers that it reads from the model, and none whose value differs in the traces of batch and parts."""
+
+    counts = False
+
+    def values(self, loss, out):
+        yield "item", loss.item()
 
 
 class LogsFunctions(Logs):
@@ -210,6 +222,7 @@ LAYOUTS = {"microbatches": (1, 1, HALVES), "pp2": (2, 2, HALVES), "dp2 x pp2": (
 LAYOUTS["pp2, 4 microbatches"] = (2, 2, {"num_microbatches": 4})
 CASES = [(CallsForward, "microbatches"), (CallsForward, "pp2"), (InShares, "pp2"), (Logs, "microbatches")]
 CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2"), (LogsFunctions, "pp2"), (LogsBatch, "pp2"), (LogsRatios, "pp2")]
+CASES += [(LogsItems, "pp2")]
 SLOW = [(Measures, "dp2 x pp2"), (Logs, "pp2"), (Logs, "pp2, 4 microbatches"), (CallsForward, "pp2, 4 microbatches")]
 SLOW += [(CallsForward, "dp2 x pp2"), (InShares, "dp2 x pp2"), (Measures, "microbatches"), (InShares, "microbatches")]
 SLOW += [(LogsFunctions, "pp2, 4 microbatches"), (LogsBatch, "dp2 x pp2")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -67,8 +68,8 @@ def record_once(
 
     def log(name: str, value: Any, *_: Any, **__: Any) -> None:
         if not isinstance(value, Metric) and getattr(value, MARK, None) is None:
-            is_known = isinstance(value, bool | int | float) and not is_absent_number(value)
-            logs.append((name, float(value) if is_known else None))
+            number = math.nan if is_absent_number(value) else value
+            logs.append((name, float(number) if isinstance(number, bool | int | float) else None))
 
     grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
     with grad, context(), replaced(plan.root, "log", log, reason="records what a step logs"):

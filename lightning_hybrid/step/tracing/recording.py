@@ -76,8 +76,8 @@ class Recording:
         has_guesses: Whether code of the step read a value of the model that was guessed.
         has_functions: Whether an autograd function of user code was applied, also inside of units.
         has_hooks: Whether a hook on the gradient of a tensor was registered.
-        logged: What it logs beside values of its graph and metrics: the name, and the number if Python has it; tensors
-            of the batch and numbers of the model have none.
+        logged: What it logs beside values of its graph and metrics: the name, and the number; NaN for a number read
+            from the model, None for a tensor of the batch.
     """
 
     graph: StepGraph
