@@ -82,7 +82,7 @@ def _costs(known: _Known) -> ModelCosts:
 def _sources() -> list[tuple[Callable[[Mapping[str, str]], bool], _Known]]:
     half, mixed = FORMATS["bf16-true"], FORMATS["bf16-mixed"]
     one = PlanLayout(microbatch=2, batch=2)
-    recomputed = dataclasses.replace(one, recompute="full")
+    recomputed = one.replaced(recompute="full")
 
     def adam(number_format: NumberFormat, state: float) -> NumberFormat:
         return dataclasses.replace(number_format, name=f"{number_format.name}, Adam of {state} bytes", state=state)
@@ -99,7 +99,7 @@ def _sources() -> list[tuple[Callable[[Mapping[str, str]], bool], _Known]]:
         (row("Llama 3.2 3B", "+ Packed Dataset"), _Known(_LLAMA_3B, one, half, "a100-80")),
         (
             row("Llama 3.2 3B", "+ Activation Checkpointing"),
-            _Known(_LLAMA_3B, dataclasses.replace(recomputed, chunked_loss=True), half, "a100-80"),
+            _Known(_LLAMA_3B, recomputed.replaced(chunked_loss=True), half, "a100-80"),
         ),
         (row("Llama2-7B", "AdamW PyTorch"), _Known(_LLAMA_7B, recomputed, half, "a100-80", alpaca)),
         (row("Llama2-7B", "8-bit"), _Known(_LLAMA_7B, recomputed, adam(half, 2), "a100-80", alpaca)),

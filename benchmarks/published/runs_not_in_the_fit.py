@@ -49,7 +49,7 @@ def _megatron() -> Iterator[PublishedRun]:
         shape = _gpt(layers, width, heads)
         layout = _layout(8, pipeline, 1, stages, microbatch, batch, fused_attention=False)
         for recompute, seconds in (("full", full), ("selective", selective)):
-            changed = dataclasses.replace(layout, recompute=recompute, sequence_parallel=recompute == "selective")
+            changed = layout.replaced(recompute=recompute, sequence_parallel=recompute == "selective")
             yield _run(KORTHIKANTI, shape, changed, selene, seconds)
     for replicas, seconds in ((8, 60.1), (10, 50.2), (12, 44.4)):
         layout = _layout(8, 35, replicas, 1, 1, 1920, recompute="full", fused_attention=False)

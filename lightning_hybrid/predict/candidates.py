@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import PlanLayout, RecomputeKind
 from lightning_hybrid.predict.plans import Allowed
+from lightning_hybrid.predict.techniques.order import PLANNED
 
 _MICROBATCH_SIZES, _MOST_MICROBATCHES = 6, 512  # sizes that are all tried, and then each of twice the last
 _SHARE_DIVIDED = 0.8  # of the FLOPs of products with weights, which tensor ranks must divide
@@ -129,23 +129,20 @@ class Candidates:
 
     def _frugal(self, pipeline: int, data: int, tensor: int, context: int, expert: int) -> PlanLayout:
         """Return the layout of a mesh that is expected to take the least memory, without offload."""
-        zero = self.fixed.get("zero_stage", max(self.allowed.zero_stages) if data > 1 else 0)
-        shard = min(self.fixed.get("shard", data), data) if zero else 1
         layout = PlanLayout(
-            pipeline,
-            data // shard if data % shard == 0 else 0,
-            shard,
-            tensor,
-            context,
-            expert,
+            pipeline=pipeline,
+            replicate=data,
+            tensor=tensor,
+            context=context,
+            expert=expert,
             batch=self.batch * (data if self.is_replica_batch else 1),
-            zero_stage=zero,
             recompute=self.allowed.recompute[-1],
             sequence_parallel=tensor > 1,
         )
-        named = {name: value for name, value in self.fixed.items() if name in _NAMED}
-        layout = dataclasses.replace(layout, **named)
-        return dataclasses.replace(layout, microbatch=self.microbatches(layout)[0])
+        for technique in PLANNED:
+            layout = layout.replaced(**technique.frugal(layout, self))
+        layout = layout.replaced(**{name: value for name, value in self.fixed.items() if name in _NAMED})
+        return layout.replaced(microbatch=self.microbatches(layout)[0])
 
     def microbatches(self, layout: PlanLayout) -> list[int]:
         """Return sizes of microbatches, ascending, that divide the batch of a replica; the last is the batch."""
@@ -182,22 +179,24 @@ class Candidates:
         """Yield the valid layouts of the same mesh that differ in one option."""
         for changes in self._changes(layout):
             if not any(name in self.fixed and self.fixed[name] != value for name, value in changes.items()):
-                neighbour = dataclasses.replace(layout, **changes)
+                neighbour = self.changed(layout, changes)
                 if neighbour != layout and self.is_valid(neighbour):
                     yield neighbour
 
-    def _changes(self, layout: PlanLayout) -> Iterator[dict[str, Any]]:
+    def changed(self, layout: PlanLayout, changes: Mapping[str, Any]) -> PlanLayout:
+        """Return the layout with changes, and with what follows from them."""
+        layout = layout.replaced(**changes)
+        if layout.offload and "offload" not in self.fixed and layout.offload != _OFFLOADED[layout.zero_stage]:
+            layout = layout.replaced(offload=_OFFLOADED[layout.zero_stage])
+        return layout
+
+    def _changes(self, layout: PlanLayout) -> Iterator[Mapping[str, Any]]:
         for recompute in self.recomputations():
             yield {"recompute": recompute}
         for size in self.microbatches(layout):
             yield {"microbatch": size}
-        if layout.data > 1:
-            for stage in self.allowed.zero_stages:
-                yield self.zero_changes(layout, stage)
-        if layout.zero_stage:
-            yield from self._shard_changes(layout)
-        if layout.zero_stage == 3:
-            yield {"reshard_after_forward": not layout.reshard_after_forward}
+        for technique in PLANNED:
+            yield from technique.changes(layout, self)
         if layout.tensor > 1:
             yield {"sequence_parallel": not layout.sequence_parallel}
         if self.allowed.offload:
@@ -215,24 +214,5 @@ class Candidates:
             return self.allowed.recompute
         return tuple(kind for kind in self.allowed.recompute if kind != "selective")
 
-    def zero_changes(self, layout: PlanLayout, stage: int) -> dict[str, Any]:
-        """Return the fields of another stage of ZeRO."""
-        shard = min(self.fixed.get("shard", layout.data), layout.data) if stage else 1
-        if stage and layout.zero_stage and layout.shard > 1:
-            shard = layout.shard
-        changes: dict[str, Any] = {"zero_stage": stage, "shard": shard, "replicate": layout.data // max(shard, 1)}
-        changes["reshard_after_forward"] = layout.reshard_after_forward or stage != 3
-        if layout.offload and "offload" not in self.fixed:
-            changes["offload"] = _OFFLOADED[stage]
-        return changes
 
-    def _shard_changes(self, layout: PlanLayout) -> Iterator[dict[str, Any]]:
-        """Shards over all replicas, over the replicas of a node, or over the replicas of eight nodes."""
-        node = max(1, self.hardware.devices_per_node // (layout.tensor * layout.context))
-        for largest in (layout.data, node, 8 * node):
-            shard = math.gcd(layout.data, largest)
-            if shard > 1:
-                yield {"shard": shard, "replicate": layout.data // shard}
-
-
-_NAMED = {field.name for field in dataclasses.fields(PlanLayout)} - {"shard", "replicate", "batch", "microbatch"}
+_NAMED = PlanLayout.defaults.keys() - {"shard", "replicate", "batch", "microbatch"}

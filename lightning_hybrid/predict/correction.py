@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lightning_hybrid.predict.layout import PlanLayout
 from lightning_hybrid.predict.plans import MEMORY_ERROR, TIE, TIME_ERROR, PredictedMemory, PredictedTime
+from lightning_hybrid.predict.techniques.order import PLANNED
 
 COMMUNICATION = ("replicas", "pipeline messages")
 OPTIMIZER = ("optimizer", "host")
@@ -128,7 +129,6 @@ def difference(layout: PlanLayout, other: PlanLayout) -> float:
         for size in ("pipeline", "data", "tensor", "context", "expert", "microbatch", "num_microbatches")
     )
     sizes = {"pipeline", "replicate", "shard", "tensor", "context", "expert", "microbatch", "batch"}
-    options = [field.name for field in dataclasses.fields(PlanLayout) if field.name not in sizes]
-    if layout.zero_stage and other.zero_stage:
-        options.append("shard")
-    return doublings + sum(getattr(layout, name) != getattr(other, name) for name in options)
+    options = layout.fields.keys() - sizes
+    differing = sum(layout.fields[name] != other.fields[name] for name in options)
+    return doublings + differing + sum(each.difference(layout, other) for each in PLANNED)

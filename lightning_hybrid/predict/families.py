@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from lightning_hybrid.predict.candidates import Candidates
 from lightning_hybrid.predict.layout import PlanLayout
 from lightning_hybrid.predict.options import spelled
 from lightning_hybrid.predict.plans import TIE, Plan, PredictedTime, Rejection, simplest_of_tied
+from lightning_hybrid.predict.techniques.order import PLANNED
+from lightning_hybrid.predict.techniques.technique import Family
 from lightning_hybrid.text import sized, timed
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Layouts with one property.
-
-    Attributes:
-        name: For reports.
-        has: Whether a layout is one of them.
-        impossible: Why the model or the cluster has none of them; empty if it may.
-        field: The field of a layout that decides, which may be fixed.
-    """
-
-    name: str
-    has: Callable[[PlanLayout], bool]
-    impossible: Callable[[Candidates], str] = lambda candidates: ""
-    field: str = ""
 
 
 def _no_tensor(candidates: Candidates) -> str:
@@ -86,39 +69,31 @@ def _no_experts(candidates: Candidates) -> str:
     return "the model has no experts" if costs.is_traced else unknown
 
 
-def _has_zero(stage: int) -> Callable[[PlanLayout], bool]:
-    return lambda plan: plan.zero_stage == stage
-
-
-def _families(node: int) -> list[_Family]:
-    def has_no_kind(layout: PlanLayout) -> bool:
-        return layout.pipeline == layout.tensor == layout.context == layout.expert == 1
-
-    return [
-        _Family("replicas alone, zero 0", lambda plan: has_no_kind(plan) and not plan.zero_stage),
-        _Family("replicas alone, zero 3", lambda plan: has_no_kind(plan) and plan.zero_stage == 3),
-        _Family("tensor ranks within a node", lambda plan: 1 < plan.tensor <= node, _no_tensor),
-        _Family("tensor ranks across nodes", lambda plan: plan.tensor > node, _no_crossing),
-        _Family("no tensor ranks", lambda plan: plan.tensor == 1, _no_tensor),
-        _Family("pipeline ranks", lambda plan: plan.pipeline > 1, _no_pipeline),
-        _Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline),
-        _Family("context ranks", lambda plan: plan.context > 1, _no_context),
-        _Family("expert ranks", lambda plan: plan.expert > 1, _no_experts),
-        *(_Family(f"zero {stage}", _has_zero(stage), field="zero_stage") for stage in range(4)),
-        _Family("no recomputation", lambda plan: plan.recompute == "none", field="recompute"),
-        _Family("selective recomputation", lambda plan: plan.recompute == "selective", field="recompute"),
-        _Family("full recomputation", lambda plan: plan.recompute == "full", field="recompute"),
-        _Family("offload to the host", lambda plan: bool(plan.offload)),
-        _Family("several stages per rank", lambda plan: plan.stages_per_rank > 1),
-        _Family("zero bubble", lambda plan: plan.schedule == "zero_bubble"),
+def _families(node: int) -> list[Family]:
+    families = [
+        Family("tensor ranks within a node", lambda plan: 1 < plan.tensor <= node, _no_tensor, place=1),
+        Family("tensor ranks across nodes", lambda plan: plan.tensor > node, _no_crossing, place=1),
+        Family("no tensor ranks", lambda plan: plan.tensor == 1, _no_tensor, place=1),
+        Family("pipeline ranks", lambda plan: plan.pipeline > 1, _no_pipeline, place=2),
+        Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline, place=2),
+        Family("context ranks", lambda plan: plan.context > 1, _no_context, place=3),
+        Family("expert ranks", lambda plan: plan.expert > 1, _no_experts, place=4),
+        Family("no recomputation", lambda plan: plan.recompute == "none", field="recompute", place=6),
+        Family("selective recomputation", lambda plan: plan.recompute == "selective", field="recompute", place=6),
+        Family("full recomputation", lambda plan: plan.recompute == "full", field="recompute", place=6),
+        Family("offload to the host", lambda plan: bool(plan.offload), place=7),
+        Family("several stages per rank", lambda plan: plan.stages_per_rank > 1, place=8),
+        Family("zero bubble", lambda plan: plan.schedule == "zero_bubble", place=8),
     ]
+    families += [family for technique in PLANNED for family in technique.families(node)]
+    return sorted(families, key=lambda family: family.place)
 
 
 def rejected_families(
     best: Plan, candidates: Candidates, plan: Callable[[PlanLayout], Plan], evaluated: Iterable[Plan]
 ) -> Iterator[Rejection]:
     """Yield the reason against each family without the chosen plan."""
-    for layout in [*candidates.neighbours(best.layout), *_without_kinds(best.layout, candidates)]:
+    for layout in [*candidates.neighbours(best.layout), *_of_replicas(best.layout, candidates)]:
         plan(layout)
     known = list(evaluated)
     for family in _families(candidates.hardware.devices_per_node):
@@ -140,12 +115,13 @@ def rejected_families(
             yield Rejection(family.name, reason)
 
 
-def _without_kinds(best: PlanLayout, candidates: Candidates) -> Iterator[PlanLayout]:
+def _of_replicas(best: PlanLayout, candidates: Candidates) -> Iterator[PlanLayout]:
     """Yield layouts of replicas alone that are otherwise the chosen one."""
     for mesh in candidates.meshes():
-        if mesh.pipeline == mesh.tensor == mesh.context == mesh.expert == 1:
-            for stage in (0, 3) if mesh.data > 1 and "zero_stage" not in candidates.fixed else ():
-                yield dataclasses.replace(mesh, **candidates.zero_changes(mesh, stage), recompute=best.recompute)
+        if mesh.has_replicas_alone:
+            for technique in PLANNED:
+                for changes in technique.of_replicas(mesh, candidates):
+                    yield candidates.changed(mesh, {**changes, "recompute": best.recompute})
 
 
 def slower_than(plan: Plan, best: Plan) -> str:

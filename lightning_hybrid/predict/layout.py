@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+from lightning_hybrid.predict.techniques.order import SETTINGS
 from lightning_hybrid.schedule.generators import stages_of_each_rank
 
 RecomputeKind = Literal["none", "selective", "full"]
@@ -60,52 +62,82 @@ FORMATS = {
 }
 
 
-@dataclass(frozen=True)
-class PlanLayout:
-    """How a model would be laid out over the ranks of a cluster.
+_V = TypeVar("_V", bound="Values")
+
+
+class Values:
+    """Named values that do not change; equal and hashed by all of them."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, **values: Any) -> None:
+        if unknown := values.keys() - self.defaults.keys():
+            raise TypeError(f"{type(self).__name__} has no {min(unknown)}")
+        self.__dict__.update({**self.defaults, **values})
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} of a {type(self).__name__} does not change")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    def __repr__(self) -> str:
+        changed = (f"{name}={value!r}" for name, value in self.fields.items() if value != self.defaults[name])
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """All values by their names."""
+        return self.__dict__
+
+    def replaced(self: _V, **changes: Any) -> _V:
+        """Return these values with other ones in some places."""
+        return type(self)(**{**self.__dict__, **changes})
+
+
+class PlanLayout(Values):
+    """How a model would be laid out over the ranks of a cluster: sizes, and the settings of each technique.
 
     Attributes:
         pipeline: Ranks that share the layers.
-        replicate: Replicas that hold full copies of what ZeRO shards over ``shard`` ranks.
+        replicate: Replicas that hold full copies of what is sharded over ``shard`` ranks.
         shard: Replicas that one copy of states (gradients, parameters) is sharded over.
         tensor: Ranks that share each layer.
         context: Ranks that share the positions of a sequence.
-        expert: Ranks that share the experts, among replicas and context ranks.
-        schedule: Name of the pipeline schedule.
-        stages_per_rank: Stages that each pipeline rank holds.
         balanced_by: What stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM).
         microbatch: Samples of one microbatch on one replica.
         batch: Samples of one optimizer step over all replicas.
-        zero_stage: 0 to 3.
-        reshard_after_forward: Whether ZeRO-3 gathers parameters again for each backward, and ZeRO-2 reduces gradients
-            after each.
-        recompute: What the backward recomputes.
-        offload: Kinds whose memory is on the host: "optimizer_states", "gradients", "parameters", "activations".
-        sequence_parallel: Whether tensor ranks divide the positions between sharded regions.
-        overlapped_tensor_ranks: Whether all-gathers and reduce-scatters of tensor ranks run beside the products.
         fused_attention: Whether attention scores stay in the kernel (FlashAttention).
-        chunked_loss: Whether the loss over the vocabulary is computed in chunks.
     """
 
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    schedule: str = "1f1b"
-    stages_per_rank: int = 1
-    balanced_by: Balance = "layers"
-    microbatch: int = 1
-    batch: int = 1
-    zero_stage: int = 0
-    reshard_after_forward: bool = True
-    recompute: RecomputeKind = "none"
-    offload: frozenset[str] = frozenset()
-    sequence_parallel: bool = False
-    overlapped_tensor_ranks: bool = False
-    fused_attention: bool = True
-    chunked_loss: bool = False
+    pipeline: int
+    replicate: int
+    shard: int
+    tensor: int
+    context: int
+    microbatch: int
+    batch: int
+    defaults: ClassVar = {
+        **dict.fromkeys(("pipeline", "replicate", "shard", "tensor", "context", "microbatch", "batch"), 1),
+        "expert": 1,
+        "schedule": "1f1b",
+        "stages_per_rank": 1,
+        "balanced_by": "layers",
+        "recompute": "none",
+        "offload": frozenset(),
+        "sequence_parallel": False,
+        "overlapped_tensor_ranks": False,
+        "chunked_loss": False,
+        "fused_attention": True,
+        **SETTINGS,
+    }
 
     @property
     def data(self) -> int:
@@ -115,7 +147,7 @@ class PlanLayout:
     @property
     def expert_shards(self) -> int:
         """Ranks that ZeRO shards the states of one rank's experts over."""
-        return min(max(1, self.shard * self.context // self.expert), self.shard)
+        return int(min(max(1, self.shard * self.context // self.expert), self.shard))
 
     @property
     def ranks(self) -> int:
@@ -123,14 +155,14 @@ class PlanLayout:
         return self.pipeline * self.data * self.tensor * self.context
 
     @property
+    def has_replicas_alone(self) -> bool:
+        """Whether there is no other kind of parallelism."""
+        return self.pipeline == self.tensor == self.context == self.expert == 1
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of one replica in one step, at least 1."""
         return max(1, -(-self.batch // (self.data * self.microbatch)))
-
-    @property
-    def reduces_each_microbatch(self) -> bool:
-        """Whether ZeRO-2 reduces the gradients of each microbatch, to hold no more than shards of them."""
-        return self.zero_stage == 2 and self.reshard_after_forward and self.num_microbatches > 1
 
     @property
     def num_stages(self) -> int:

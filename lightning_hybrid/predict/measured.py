@@ -17,6 +17,7 @@ from lightning_hybrid.predict.memory import predict_memory
 from lightning_hybrid.predict.options import layout_from_options, spelled
 from lightning_hybrid.predict.plans import Plan, PredictedTime
 from lightning_hybrid.predict.search import cluster_of
+from lightning_hybrid.predict.techniques.order import PLANNED
 from lightning_hybrid.predict.time import predict_time
 from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, load_measured_costs
@@ -217,7 +218,7 @@ def _of_time(layout: PlanLayout, predicted: PredictedTime, step: TimeByCause) ->
     communicated, optimizer = (sum(terms.get(name, 0.0) for name in names) for names in (COMMUNICATION, OPTIMIZER))
     computed = sum(terms.values()) - communicated - optimizer
     worked, gaps = step.work + step.bubble + step.imbalance, step.variation + step.other
-    if layout.zero_stage == 3 or step.communication < LEAST_FACTOR * communicated:
+    if any(each.runs_within_layers(layout) for each in PLANNED) or step.communication < LEAST_FACTOR * communicated:
         computation = _linear(computed + communicated, worked + step.communication)
         communication = LinearCorrection(computation.factor)
     else:

@@ -25,6 +25,7 @@ from lightning_hybrid.predict.costs.layers import (
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 from lightning_hybrid.predict.plans import PredictedMemory
+from lightning_hybrid.predict.techniques.order import PLANNED, sharded_kinds
 from lightning_hybrid.schedule.actions import Action, Kind
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule
 
@@ -96,7 +97,7 @@ def _drop_what_comes_later(terms: dict[str, float], layout: PlanLayout) -> float
     Returns:
         Bytes of gradients that are there in the optimizer's step, but no longer in ``terms``.
     """
-    if layout.num_microbatches > 1 or (layout.data > 1 and not layout.zero_stage):
+    if layout.num_microbatches > 1 or (layout.data > 1 and "states" not in sharded_kinds(layout)):
         return 0.0  # gradients of earlier microbatches, or the buckets of which gradients are views
     gradients = terms["gradients"] + terms["communication buffers"]
     if gradients > terms["activations"] + terms["loss"]:
@@ -124,11 +125,11 @@ def _states(
     held = parameters_of_rank(layers, layout)
     if has_copy:
         held = Parameters(held.dense + costs.layers[0].sharded_parameters / layout.tensor, held.experts)
+    kinds = sharded_kinds(layout)
     sharded = held.over_shards(layout).total
-    parameters = sharded if layout.zero_stage >= 3 else held.total
-    accumulates = layout.zero_stage == 3 and not layout.reshard_after_forward and layout.num_microbatches > 1
-    gradients = (sharded if layout.zero_stage >= 2 and not accumulates else held.total) * trained
-    states = (sharded if layout.zero_stage >= 1 else held.total) * trained
+    parameters = sharded if "parameters" in kinds else held.total
+    gradients = (sharded if "gradients" in kinds else held.total) * trained
+    states = (sharded if "states" in kinds else held.total) * trained
     terms = {
         "parameters": parameters * (number_format.parameter + number_format.compute_copy),
         "gradients": gradients * number_format.gradient,
@@ -141,13 +142,13 @@ def _states(
     for kind in layout.offload - {"activations"}:
         terms[kind.replace("_", " ")] = 0.0
     # Gradients that are reduced in each microbatch go layer by layer: see `_gathered`.
-    if layout.zero_stage in (1, 2) and layout.shard > 1 and not layout.reduces_each_microbatch:
+    if any(each.reduces_in_buckets(layout) for each in PLANNED):
         terms["communication buffers"] = min(constants.bucketed, held.total * trained / 2) * number_format.reduced
     return terms
 
 
 class _Gathered(NamedTuple):
-    """Bytes of full parameters and gradients that ZeRO holds for a moment.
+    """Bytes of full parameters and gradients that are there for a moment.
 
     Attributes:
         always: Of the whole step: parameters that are not resharded.
@@ -159,8 +160,8 @@ class _Gathered(NamedTuple):
 
 
 def _gathered(layers: Stage, layout: PlanLayout, number_format: NumberFormat, trained: float) -> _Gathered:
-    is_gathered = (layout.zero_stage >= 3 and layout.shard > 1) or "parameters" in layout.offload
-    is_reduced = layout.zero_stage >= 2 and layout.shard > 1
+    is_gathered = any(each.gathers(layout) for each in PLANNED) or "parameters" in layout.offload
+    is_reduced = any(each.reduces_by_layer(layout) for each in PLANNED)
     largest = max(parameters_of_rank([(layer, 1)], layout).total for layer, _ in layers)
     element = number_format.gathered if is_gathered else 0
     gradient = (number_format.gathered if is_gathered else number_format.gradient) * trained if is_reduced else 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_hybrid.predict.layout import PlanLayout
+from lightning_hybrid.predict.techniques.order import PLANNED, sharded_kinds
 from lightning_hybrid.schedule import SCHEDULE_NAMES
 
 _SIZES = {
@@ -17,7 +17,9 @@ _SIZES = {
     "context_parallel_size": "cp",
     "expert_parallel_size": "ep",
 }
-_SHORT = {**_SIZES, "stages_per_rank": "stages", "num_microbatches": "m", "zero_stage": "zero"}
+_SHORT = {**_SIZES, "stages_per_rank": "stages", "num_microbatches": "m"}
+for _each in PLANNED:
+    _SHORT |= _each.short
 _RECOMPUTE = ("none", "selective", "full")
 # Options of the strategy that name one field of a layout.
 _FIELDS = {
@@ -28,9 +30,7 @@ _FIELDS = {
     "data_parallel_size": "data",
     "schedule": "schedule",
     "stages_per_rank": "stages_per_rank",
-    "zero_stage": "zero_stage",
-    "shard_size": "shard",
-    "reshard_after_forward": "reshard_after_forward",
+    **{option: field for each in PLANNED for option, field in each.options.items()},
     "sequence_parallel": "sequence_parallel",
     "recompute": "recompute",
     "offload": "offload",
@@ -57,12 +57,8 @@ def strategy_options(layout: PlanLayout) -> dict[str, Any]:
         options["num_microbatches"] = layout.num_microbatches
     if layout.pipeline > 1 and layout.schedule != "1f1b":
         options["schedule"] = layout.schedule
-    if layout.zero_stage:
-        options["zero_stage"] = layout.zero_stage
-        if layout.shard != layout.data:
-            options["shard_size"] = layout.shard
-        if layout.zero_stage == 3 or layout.reduces_each_microbatch:
-            options["reshard_after_forward"] = layout.reshard_after_forward
+    for technique in PLANNED:
+        options |= technique.arguments(layout)
     if layout.tensor > 1 and layout.sequence_parallel:
         options["sequence_parallel"] = True
     if layout.recompute != "none":
@@ -106,8 +102,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in LAYOUT_OPTIONS:
             raise ValueError(f"a plan has no {name}; use {', '.join(sorted(known))}")
-        if name == "zero_stage" and value not in (0, 1, 2, 3, "auto", None):
-            raise ValueError(f"zero={value}; use 0, 1, 2 or 3")
+        for technique in PLANNED:
+            technique.check(name, value)
         if name == "schedule" and value not in (*SCHEDULE_NAMES, "auto"):
             raise ValueError(f"schedule={value}; use one of {', '.join(SCHEDULE_NAMES)}")
         if name in ("stages_per_rank", "num_microbatches", "shard_size") and not _is_count(value):
@@ -171,25 +167,24 @@ def layout_from_options(options: Mapping[str, Any], ranks: int, batch: int, *, m
     data = fixed.pop("data", None)
     layout = PlanLayout(batch=batch, microbatch=microbatch, **fixed)
     data = data or max(1, ranks // (layout.pipeline * layout.tensor * layout.context))
-    shard = math.gcd(data, shard or data) if layout.zero_stage else 1
+    shard = math.gcd(data, shard or data) if "states" in sharded_kinds(layout) else 1
     of_replica = max(1, batch // data)
     microbatch = math.gcd(microbatch, of_replica) if count is None else -(-of_replica // count)
-    return dataclasses.replace(layout, replicate=data // shard, shard=shard, microbatch=microbatch)
+    return layout.replaced(replicate=data // shard, shard=shard, microbatch=microbatch)
 
 
 def simplicity(layout: PlanLayout) -> tuple[float, ...]:
     """Return a key that orders layouts from the simplest: kinds of parallelism, ZeRO, recomputation, the rest."""
-    kinds = sum(size > 1 for size in (layout.pipeline, layout.tensor, layout.context, layout.expert))
-    return (
-        kinds,
-        bool(layout.offload),
-        layout.zero_stage,
-        _RECOMPUTE.index(layout.recompute),
-        layout.replicate > 1 and layout.zero_stage > 0,
-        layout.stages_per_rank,
-        layout.schedule != "1f1b",
-        layout.sequence_parallel,
-        layout.pipeline * layout.tensor * layout.context,
-        not layout.reshard_after_forward,
-        layout.num_microbatches,
-    )
+    places = {
+        0: sum(size > 1 for size in (layout.pipeline, layout.tensor, layout.context, layout.expert)),
+        1: bool(layout.offload),
+        3: _RECOMPUTE.index(layout.recompute),
+        5: layout.stages_per_rank,
+        6: layout.schedule != "1f1b",
+        7: layout.sequence_parallel,
+        8: layout.pipeline * layout.tensor * layout.context,
+        10: layout.num_microbatches,
+    }
+    for technique in PLANNED:
+        places |= technique.simplicity(layout)
+    return tuple(places[place] for place in sorted(places))

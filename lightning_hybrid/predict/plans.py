@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from lightning_hybrid.layout import Objective
-from lightning_hybrid.predict.layout import PlanLayout, RecomputeKind
+from lightning_hybrid.predict.layout import PlanLayout, Values
 from lightning_hybrid.predict.options import simplicity
+from lightning_hybrid.predict.techniques.order import LIMITS
 from lightning_hybrid.text import sized
 
 
@@ -81,8 +83,7 @@ TIE = 0.03  # relative difference of step times that measurements do not resolve
 TIME_ERROR, MEMORY_ERROR = 0.08, 0.08
 
 
-@dataclass(frozen=True)
-class Allowed:
+class Allowed(Values):
     """What the model and the run permit.
 
     Attributes:
@@ -90,7 +91,6 @@ class Allowed:
         tensor: Whether layers may be sharded over tensor ranks.
         context: Whether sequences may be sharded over context ranks.
         expert: Whether experts may be sharded.
-        zero_stages: The stages of ZeRO.
         recompute: What the backward may recompute.
         schedules: Schedules of a pipeline, by name.
         offload: Whether the host may hold what ZeRO shards.
@@ -98,16 +98,18 @@ class Allowed:
         positions_per_context_rank: Least positions of a context rank.
     """
 
-    pipeline: bool = True
-    tensor: bool = True
-    context: bool = True
-    expert: bool = True
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[RecomputeKind, ...] = ("none", "selective", "full")
-    schedules: tuple[str, ...] = ("1f1b", "zero_bubble")
-    offload: bool = True
-    largest_stages_per_rank: int = 4
-    positions_per_context_rank: int = 1024
+    defaults: ClassVar = {
+        "pipeline": True,
+        "tensor": True,
+        "context": True,
+        "expert": True,
+        "recompute": ("none", "selective", "full"),
+        "schedules": ("1f1b", "zero_bubble"),
+        "offload": True,
+        "largest_stages_per_rank": 4,
+        "positions_per_context_rank": 1024,
+        **LIMITS,
+    }
 
 
 @dataclass(frozen=True)

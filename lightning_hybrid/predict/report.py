@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import NumberFormat
 from lightning_hybrid.predict.options import spelled, strategy_options
 from lightning_hybrid.predict.plans import TIE, Plan, SearchResult
+from lightning_hybrid.predict.techniques.order import sharded_kinds
 from lightning_hybrid.text import columns, sized, timed, wrap
 
 _LEAST_SHARE = 0.005  # of a total, below which a term is left out
@@ -54,7 +54,7 @@ class PlannedRun:
         """Return the Trainer of a plan in Python, with the batch size that its loader should have."""
         layout = plan.layout
         chosen = strategy_options(layout)
-        if layout.data == layout.ranks > 1 and not layout.zero_stage:
+        if layout.data == layout.ranks > 1 and "states" not in sharded_kinds(layout):
             chosen = {"data_parallel_size": layout.data, **chosen}  # or the strategy would plan, were memory short
         options = "".join(f"\n        {name}={value!r}," for name, value in chosen.items())
         devices, nodes = self.devices, self.num_nodes
@@ -119,9 +119,7 @@ class PlannedRun:
 
     def plan_content(self, plan: Plan) -> dict[str, Any]:
         """Return one plan as plain values: seconds, bytes."""
-        layout = {
-            field.name: _plain(getattr(plan.layout, field.name)) for field in dataclasses.fields(type(plan.layout))
-        }
+        layout = {name: _plain(value) for name, value in plan.layout.fields.items()}
         content: dict[str, Any] = {
             "layout": spelled(plan.layout),
             "options": strategy_options(plan.layout),

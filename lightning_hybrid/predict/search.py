@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_hybrid.predict.plans import (
     SearchResult,
     simplest_of_tied,
 )
+from lightning_hybrid.predict.techniques.order import PLANNED
 from lightning_hybrid.predict.time import predict_time
 from lightning_hybrid.text import sized
 
@@ -79,7 +81,7 @@ def search_layouts(
     fixed = {**({"num_microbatches": 1} if is_one_batch else {}), **(fixed or {})}
     allowed = allowed or Allowed()
     has_stages, offload = allowed.pipeline and not costs.why_no_stages, allowed.offload and not hardware.is_host
-    options = fixed, dataclasses.replace(allowed, pipeline=has_stages, offload=offload)
+    options = fixed, allowed.replaced(pipeline=has_stages, offload=offload)
     searches = [
         _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
         for ranks in worlds
@@ -180,7 +182,7 @@ class _Search:
         if self.objective != "largest_batch":
             return layout
         count = 2 * layout.pipeline if layout.pipeline > 1 else 1
-        return dataclasses.replace(layout, microbatch=1, batch=layout.data * count)
+        return layout.replaced(microbatch=1, batch=layout.data * count)
 
     def _first_that_fits(self, frugal: PlanLayout) -> Plan | None:
         """Return the plan of a mesh with the least recomputation, then the lowest stage of ZeRO, that fits."""
@@ -189,14 +191,10 @@ class _Search:
             if not candidates.allowed.offload or "offload" in candidates.fixed:
                 return None
             return self._with_offload(frugal)
-        stages = sorted(candidates.allowed.zero_stages) if frugal.data > 1 else [0]
-        if "zero_stage" in candidates.fixed:
-            stages = [candidates.fixed["zero_stage"]]
         kinds = candidates.recomputations()
         for recompute in [candidates.fixed["recompute"]] if "recompute" in candidates.fixed else kinds:
-            for stage in stages:
-                changes = {**candidates.zero_changes(frugal, stage), "recompute": recompute}
-                plan = self.plan(dataclasses.replace(frugal, **changes))
+            for levels in itertools.product(*(each.levels(frugal, candidates) for each in reversed(PLANNED))):
+                plan = self.plan(candidates.changed(frugal, {**_merged(levels), "recompute": recompute}))
                 if plan.fits:
                     return plan
         return self.plan(frugal)
@@ -214,7 +212,7 @@ class _Search:
             while more:  # smaller and smaller, so that the largest one is found in a logarithmic number of predictions
                 microbatch = layout.microbatch + more
                 batch = layout.data * count * microbatch
-                yield dataclasses.replace(layout, microbatch=microbatch, batch=batch)
+                yield layout.replaced(microbatch=microbatch, batch=batch)
                 more //= 4
 
     def _improve(self, plan: Plan) -> Plan:
@@ -293,3 +291,7 @@ def _fixed_words(fixed: Mapping[str, Any]) -> str:
 
 def _mesh(layout: PlanLayout) -> tuple[int, ...]:
     return layout.pipeline, layout.data, layout.tensor, layout.context, layout.expert
+
+
+def _merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for each in mappings for name, value in each.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_hybrid.predict.bubble import StageSeconds, bubble_seconds
 from lightning_hybrid.predict.costs.cut import stages_by_rank
@@ -28,6 +28,7 @@ from lightning_hybrid.predict.links import (
     message_seconds,
 )
 from lightning_hybrid.predict.plans import PredictedTime
+from lightning_hybrid.predict.techniques.order import PLANNED, sharded_kinds
 
 LayersOfRank = Sequence[tuple[LayerCosts, int]]
 
@@ -48,10 +49,10 @@ def predict_time(
         hardware: The cluster's.
         constants: The model's constants.
     """
-    return _StepModel(costs, layout, number_format, hardware, constants).predict()
+    return StepModel(costs, layout, number_format, hardware, constants).predict()
 
 
-class _StepModel:
+class StepModel:
     """One prediction; the fields are its arguments."""
 
     def __init__(
@@ -77,6 +78,7 @@ class _StepModel:
         self.backward_share = (costs.parameters - costs.frozen_parameters) / max(costs.parameters, 1)
 
     def predict(self) -> PredictedTime:
+        """Predict all terms."""
         layout = self.layout
         each = layout.stages_of_each_rank
         stages_of_ranks = stages_by_rank(self.costs, layout)
@@ -176,38 +178,25 @@ class _StepModel:
         layout, hardware = self.layout, self.hardware
         if layout.data * layout.context == 1:
             return {"replicas": 0.0}
-        if layout.shard > 1 and (layout.zero_stage == 3 or layout.reduces_each_microbatch):
-            beside = computed if layout.zero_stage == 3 else computed * (2 / 3)
-            return {"replicas": max(0.0, self.sharded_seconds(layers) - hardware.overlap * beside)}
+        for technique in PLANNED:
+            if (seconds := technique.replica_seconds(self, layers, computed)) is not None:
+                return {"replicas": seconds}
         one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.data * layout.context, 1)
         hidden = hardware.overlap * computed / layout.num_microbatches * (2 / 3)
         return {"replicas": max(0.0, one - hidden) if layout.pipeline == 1 else one}
 
-    def sharded_seconds(self, layers: LayersOfRank) -> float:
-        """Seconds of gathers and reductions over shards, layer by layer, and of reductions over what is no shard.
+    def parameters(self, layers: LayersOfRank) -> Parameters:
+        """Return the parameters of layers that one rank computes with."""
+        return parameters_of_rank(layers, self.layout)
 
-        ZeRO-3 gathers for each forward and backward, or once; ZeRO-2 once, after the optimizer's step.
-        """
-        layout, constants, hardware = self.layout, self.constants, self.hardware
-        groups = [self.shard_group]
-        if layout.expert > 1:
-            stride = layout.tensor * max(layout.expert, layout.context)
-            groups.append(self.group(layout.expert_shards, stride))
-        rest = 1.0 - constants.gather_share
-        passes = layout.num_microbatches if layout.reshard_after_forward else 1
-        gathers = 2 * passes if layout.reshard_after_forward and layout.zero_stage == 3 else 1
-        seconds = 0.0
-        for layer, count in layers:
-            own = parameters_of_rank([(layer, 1)], layout)
-            for size, group in zip((own.total,) if layout.expert == 1 else own, groups, strict=True):
-                between = constants.gather_share + rest / (1.0 + group.nodes / constants.gather_nodes)
-                shares = Shares(constants.within_share, between)
-                gather = gather_seconds(size * self.format.gathered, group, hardware, shares)
-                reduce = gather_seconds(size * self.format.reduced * self.backward_share, group, hardware, shares)
-                seconds += count * (gathers * gather + passes * reduce)
-        copies = layout.replicate * layout.context
-        shard = parameters_of_rank(layers, layout).over_shards(layout)
-        return seconds + self.reduction_seconds(shard, copies, layout.shard)
+    def sizes_of_shards(self, layer: LayerCosts) -> Iterator[tuple[float, RankGroup]]:
+        """Yield numbers of a layer's parameters, with the ranks that shard them."""
+        layout, own = self.layout, self.parameters([(layer, 1)])
+        if layout.expert == 1:
+            yield own.total, self.shard_group
+            return
+        yield own.dense, self.shard_group
+        yield own.experts, self.group(layout.expert_shards, layout.tensor * max(layout.expert, layout.context))
 
     def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
         """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
@@ -227,7 +216,7 @@ class _StepModel:
     def optimizer_terms(self, layers: LayersOfRank) -> dict[str, float]:
         """Seconds of the optimizer's step, which reads and writes all states, or runs on the host."""
         own = parameters_of_rank(layers, self.layout)
-        parameters = own.over_shards(self.layout).total if self.layout.zero_stage else own.total
+        parameters = own.over_shards(self.layout).total if "states" in sharded_kinds(self.layout) else own.total
         parameters *= self.backward_share
         form = self.format
         if "optimizer_states" in self.layout.offload:

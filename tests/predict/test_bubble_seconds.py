@@ -99,7 +99,7 @@ def test_searched_orders_are_not_timed_as_1f1b():
     body, layout = dataclasses.replace(costs, layers=(costs.layers[1],)), PlanLayout(pipeline=4, microbatch=1, batch=12)
 
     def bubble(schedule):
-        chosen = dataclasses.replace(layout, schedule=schedule)
+        chosen = layout.replaced(schedule=schedule)
         return predict_time(body, chosen, FORMATS["bf16-mixed"], load_hardware("a100-80")).terms["bubble"]
 
     assert 0 < bubble("zero_bubble_searched") <= 1.05 * bubble("zero_bubble") < 0.6 * bubble("1f1b")
@@ -112,7 +112,7 @@ def test_recomputation_is_not_deferred():
     shares = []
     for recompute in ("none", "full"):
         layout = PlanLayout(pipeline=4, microbatch=1, batch=12, recompute=recompute)
-        split = dataclasses.replace(layout, schedule="zero_bubble")
+        split = layout.replaced(schedule="zero_bubble")
         plain, found = (
             predict_time(body, each, FORMATS["bf16-mixed"], load_hardware("a100-80")).terms["bubble"]
             for each in (layout, split)

@@ -186,11 +186,11 @@ def test_error_bars_grow_with_the_difference_of_layouts():
 def test_differences_of_layouts():
     one = PlanLayout(replicate=4, microbatch=4, batch=64)
     assert difference(one, one) == 0
-    assert difference(one, dataclasses.replace(one, microbatch=8, batch=128)) == 1
-    assert difference(one, dataclasses.replace(one, replicate=2, batch=32)) == 1
-    assert difference(one, dataclasses.replace(one, recompute="full", zero_stage=1, replicate=1, shard=4)) == 2
-    sharded = dataclasses.replace(one, zero_stage=1, replicate=1, shard=4)
-    assert difference(sharded, dataclasses.replace(sharded, replicate=2, shard=2)) == 1
+    assert difference(one, one.replaced(microbatch=8, batch=128)) == 1
+    assert difference(one, one.replaced(replicate=2, batch=32)) == 1
+    assert difference(one, one.replaced(recompute="full", zero_stage=1, replicate=1, shard=4)) == 2
+    sharded = one.replaced(zero_stage=1, replicate=1, shard=4)
+    assert difference(sharded, sharded.replaced(replicate=2, shard=2)) == 1
 
 
 def correction(**parts):

@@ -45,7 +45,7 @@ def terms(layout, number_format=MASTER, shape=SHAPE, rank=0):
 )
 def test_a_layer_saves_what_the_paper_says(expected, layout):
     """Korthikanti et al. (arXiv 2205.05198), table 2, in bytes per position and unit of width; two samples."""
-    layout = dataclasses.replace(layout, microbatch=2)
+    layout = layout.replaced(microbatch=2)
     more = dataclasses.replace(SHAPE, layers=SHAPE.layers + 1)
     added = terms(layout, shape=more)["activations"] - terms(layout)["activations"]
     assert added == pytest.approx(expected * S * 2 * H)
@@ -54,7 +54,7 @@ def test_a_layer_saves_what_the_paper_says(expected, layout):
 def test_context_ranks_do_not_divide_the_loss():
     """The head has no argument of its result's shape: each rank computes all positions."""
     one = PlanLayout(microbatch=2, batch=2, recompute="full")
-    two = dataclasses.replace(one, context=2)
+    two = one.replaced(context=2)
     assert terms(two)["loss"] == terms(one)["loss"] > 0
     costs = transformer_costs(SHAPE)
     divided = [dataclasses.replace(layer, has_full_positions=False) for layer in costs.layers]
@@ -104,7 +104,7 @@ def test_microbatches_in_flight_are_those_of_the_schedule(name, ranks, microbatc
 
 def test_gradients_that_are_reduced_in_each_microbatch_need_no_bucket():
     layout = PlanLayout(shard=4, batch=16, zero_stage=2, reshard_after_forward=True)
-    each, once = terms(layout), terms(dataclasses.replace(layout, reshard_after_forward=False))
+    each, once = terms(layout), terms(layout.replaced(reshard_after_forward=False))
     assert each["communication buffers"] == 0 < once["communication buffers"]
     assert each["gradients"] == once["gradients"]
 
@@ -128,7 +128,7 @@ def test_the_first_rank_of_a_v_holds_the_first_and_the_last_stage():
     layout = PlanLayout(pipeline=4, batch=8, schedule="zero_bubble_v", stages_per_rank=2)
     predicted = predict(layout)
     assert [rank["loss"] > 0 for rank in predicted.ranks] == [True, False, False, False]
-    again = predict(dataclasses.replace(layout, stages_per_rank=1))
+    again = predict(layout.replaced(stages_per_rank=1))
     assert again.ranks == predicted.ranks
 
 
@@ -137,31 +137,31 @@ def test_the_loss_is_on_the_last_rank_and_chunks_remove_it():
     logits = S * 50257
     assert terms(layout)["loss"] == 0
     assert terms(layout, rank=1)["loss"] == pytest.approx(14 * logits)
-    assert terms(dataclasses.replace(layout, chunked_loss=True), rank=1)["loss"] == 0
-    gpipe = dataclasses.replace(layout, schedule="gpipe")  # whose last rank has all microbatches in flight
+    assert terms(layout.replaced(chunked_loss=True), rank=1)["loss"] == 0
+    gpipe = layout.replaced(schedule="gpipe")  # whose last rank has all microbatches in flight
     assert terms(gpipe, rank=1)["loss"] == pytest.approx((14 + 3 * 4) * logits)
 
 
 def test_zero_3_gathers_layers_and_keeps_all_where_it_does_not_reshard():
     layout = PlanLayout(shard=8, zero_stage=3, batch=8, recompute="full", chunked_loss=True)
-    kept = terms(dataclasses.replace(layout, reshard_after_forward=False))["gathered"]
+    kept = terms(layout.replaced(reshard_after_forward=False))["gathered"]
     costs = transformer_costs(SHAPE)
     assert 2 * 2 * costs.layers[1].parameters < terms(layout)["gathered"] < kept
     assert kept >= 2 * costs.parameters
-    assert terms(dataclasses.replace(layout, zero_stage=1))["gathered"] == 0
+    assert terms(layout.replaced(zero_stage=1))["gathered"] == 0
 
 
 def test_zero_3_that_reduces_once_holds_the_gradients_of_all_layers():
     layout = PlanLayout(shard=8, zero_stage=3, batch=16, reshard_after_forward=False)
-    sharded = terms(dataclasses.replace(layout, reshard_after_forward=True))["gradients"]
+    sharded = terms(layout.replaced(reshard_after_forward=True))["gradients"]
     assert terms(layout)["gradients"] == pytest.approx(8 * sharded)
-    assert terms(dataclasses.replace(layout, microbatch=2, recompute="full"))["gradients"] in (0, sharded)
+    assert terms(layout.replaced(microbatch=2, recompute="full"))["gradients"] in (0, sharded)
 
 
 @pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer_states", "activations"])
 def test_what_is_offloaded_takes_no_memory(kind):
     layout = PlanLayout(shard=2, zero_stage=3, batch=4, recompute="full", offload=frozenset({kind}))
-    before, after = terms(dataclasses.replace(layout, offload=frozenset())), terms(layout)
+    before, after = terms(layout.replaced(offload=frozenset())), terms(layout)
     name = kind.replace("_", " ")
     assert after[name] < before[name] if kind == "activations" else after[name] == 0 < before[name]
 
@@ -176,14 +176,14 @@ def test_frozen_parameters_have_neither_gradients_nor_states():
 @pytest.mark.parametrize(("microbatch", "smaller"), [(8, ("gradients",)), (1, ("activations", "loss"))])
 def test_gradients_of_one_microbatch_grow_while_activations_shrink(microbatch, smaller):
     layout = PlanLayout(shard=2, zero_stage=3, microbatch=microbatch, batch=2 * microbatch, recompute="full")
-    layout = dataclasses.replace(layout, chunked_loss=microbatch == 1)
-    full, found = terms(dataclasses.replace(layout, batch=4 * microbatch)), terms(layout)
+    layout = layout.replaced(chunked_loss=microbatch == 1)
+    full, found = terms(layout.replaced(batch=4 * microbatch)), terms(layout)
     assert sum(full[name] for name in smaller) > 0 == sum(found[name] for name in smaller)
     assert {name for name in ("gradients", "activations") if found[name] == full[name]} == {
         "gradients",
         "activations",
     } - set(smaller)
-    replicas = dataclasses.replace(layout, replicate=2, shard=1, zero_stage=0)
+    replicas = layout.replaced(replicate=2, shard=1, zero_stage=0)
     assert terms(replicas)["gradients"] > 0 < terms(replicas)["activations"]
 
 
@@ -192,7 +192,7 @@ def test_autocast_saves_parameters_in_the_format_of_products():
     sharded = dataclasses.replace(mixed, gathered=2)
     copies = terms(layout, mixed)["activations"] - terms(layout, sharded)["activations"]
     assert copies == pytest.approx(2 * transformer_costs(SHAPE).parameters)
-    recomputed = dataclasses.replace(layout, recompute="full")
+    recomputed = layout.replaced(recompute="full")
     outside = transformer_costs(SHAPE).layers[0].parameters + transformer_costs(SHAPE).layers[2].parameters
     copies = terms(recomputed, mixed)["activations"] - terms(recomputed, sharded)["activations"]
     assert copies == pytest.approx(2 * outside)

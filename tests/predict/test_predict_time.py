@@ -45,14 +45,14 @@ def test_zero_bubble_waits_for_a_third():
     body = dataclasses.replace(GPT, layers=(layer,))
     layout = PlanLayout(pipeline=4, microbatch=1, batch=12)
     plain = predicted(layout, body).terms["bubble"]
-    found = predicted(dataclasses.replace(layout, schedule="zero_bubble"), body).terms["bubble"]
+    found = predicted(layout.replaced(schedule="zero_bubble"), body).terms["bubble"]
     assert found == pytest.approx(plain / 3)
 
 
 def test_interleaved_stages_divide_the_bubble():
     body = dataclasses.replace(GPT, layers=(GPT.layers[1],))
     layout = PlanLayout(pipeline=4, microbatch=1, batch=12)
-    two = dataclasses.replace(layout, stages_per_rank=2, schedule="interleaved_1f1b")
+    two = layout.replaced(stages_per_rank=2, schedule="interleaved_1f1b")
     assert predicted(two, body).terms["bubble"] == pytest.approx(predicted(layout, body).terms["bubble"] / 2)
 
 
@@ -68,7 +68,7 @@ def test_selective_recomputation_takes_time_for_what_it_does_not_save():
     assert predicted(layout).terms["recomputation"] == 0  # fused attention alone is recomputed, by its kernel
     layers = [dataclasses.replace(layer, selective_saved=0.4 * layer.saved) for layer in GPT.layers]
     found = predicted(layout, dataclasses.replace(GPT, layers=tuple(layers))).terms["recomputation"]
-    full = predicted(dataclasses.replace(layout, recompute="full")).terms["recomputation"]
+    full = predicted(layout.replaced(recompute="full")).terms["recomputation"]
     assert 0 < found < full
 
 
@@ -131,10 +131,10 @@ def test_an_8_bit_precision_leaves_excluded_products_in_16_bits():
 def test_parameters_on_the_host_are_copied_for_each_forward_and_backward():
     kinds = frozenset({"optimizer_states", "gradients"})
     layout = PlanLayout(shard=8, batch=8, zero_stage=3, offload=kinds)
-    offloaded = dataclasses.replace(layout, offload=kinds | {"parameters"})
+    offloaded = layout.replaced(offload=kinds | {"parameters"})
     one, two = (
-        predicted(dataclasses.replace(offloaded, batch=8 * count)).terms["host"]
-        - predicted(dataclasses.replace(layout, batch=8 * count)).terms["host"]
+        predicted(offloaded.replaced(batch=8 * count)).terms["host"]
+        - predicted(layout.replaced(batch=8 * count)).terms["host"]
         for count in (1, 2)
     )
     assert one == pytest.approx(2 * GPT.parameters / 8 * BF16.gathered / A100.host_bandwidth)
@@ -145,7 +145,7 @@ def test_copies_of_shards_are_reduced_over_the_other_replicas():
     slow = dataclasses.replace(A100, overlap=0.0)
     layout = PlanLayout(shard=8, batch=8, zero_stage=3)
     one = predicted(layout, hardware=slow).terms["replicas"]
-    found = predicted(dataclasses.replace(layout, replicate=16, batch=128), hardware=slow).terms["replicas"]
+    found = predicted(layout.replaced(replicate=16, batch=128), hardware=slow).terms["replicas"]
     size = GPT.parameters / 8 * BF16.reduced
     group = group_of_axis(16, 8, 8)
     assert found - one == pytest.approx(
@@ -189,7 +189,7 @@ def test_rows_of_experts_stay_among_expert_ranks():
     shape = TransformerShape(4, 2048, 8192, 16, 50304, 2048, experts=8, experts_per_token=2)
     layout = PlanLayout(replicate=8, expert=8, batch=8)
     inside = predicted(layout, transformer_costs(shape)).terms["expert ranks"]
-    many = dataclasses.replace(layout, replicate=64, batch=64)
+    many = layout.replaced(replicate=64, batch=64)
     assert predicted(many, transformer_costs(shape)).terms["expert ranks"] == inside > 0
 
 
@@ -202,7 +202,7 @@ def test_sharded_experts_are_not_gathered_or_reduced():
         PlanLayout(shard=8, expert=8, batch=8, zero_stage=3),
     ):
         assert predicted(layout, many, slow).terms["replicas"] == predicted(layout, few, slow).terms["replicas"] > 0
-        whole = dataclasses.replace(layout, expert=1)
+        whole = layout.replaced(expert=1)
         assert predicted(whole, many, slow).terms["replicas"] > 1.5 * predicted(whole, few, slow).terms["replicas"]
 
 
@@ -244,7 +244,7 @@ def test_small_messages_get_less_bandwidth():
 def test_tensor_ranks_across_nodes_wait_for_the_slower_link():
     slow = BandwidthCurve(A100.between_nodes.sizes, tuple(rate / 4 for rate in A100.between_nodes.bandwidths))
     layout = PlanLayout(tensor=16, microbatch=4, batch=4)
-    inside = predicted(dataclasses.replace(layout, tensor=8)).terms["tensor ranks"]
+    inside = predicted(layout.replaced(tensor=8)).terms["tensor ranks"]
     across = predicted(layout).terms["tensor ranks"]
     by_slow_link = predicted(layout, hardware=dataclasses.replace(A100, between_nodes=slow)).terms["tensor ranks"]
     assert inside < across < by_slow_link / 2

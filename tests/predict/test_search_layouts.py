@@ -188,8 +188,8 @@ def test_largest_batch():
     result = search_layouts(SMALL, MASTER, A100, 2, batch=8, objective="largest_batch", allowed=allowed)
     layout = result.best.layout
     assert result.best.fits_with_error
-    more = dataclasses.replace(layout, microbatch=layout.microbatch + 1)
-    more = dataclasses.replace(more, batch=more.data * more.microbatch * layout.num_microbatches)
+    more = layout.replaced(microbatch=layout.microbatch + 1)
+    more = more.replaced(batch=more.data * more.microbatch * layout.num_microbatches)
     assert not predict_plan(SMALL, more, MASTER, A100).fits_with_error
     plain = search_layouts(SMALL, MASTER, A100, 2, batch=8).best.layout
     assert layout.microbatch * layout.data > plain.microbatch * plain.data
@@ -308,8 +308,8 @@ def test_layouts_are_spelled_as_the_strategy_reads_them():
     for plan in search_layouts(MEDIUM, MASTER, A100, 8, 2, batch=64).plans:
         options = {"data_parallel_size": plan.layout.data, **strategy_options(plan.layout)}
         again = layout_from_options(options, 16, 64, microbatch=plan.layout.microbatch)
-        kept = dataclasses.replace(plan.layout, reshard_after_forward=True, sequence_parallel=False)
-        again = dataclasses.replace(again, reshard_after_forward=True, sequence_parallel=False)
+        kept = plan.layout.replaced(reshard_after_forward=True, sequence_parallel=False)
+        again = again.replaced(reshard_after_forward=True, sequence_parallel=False)
         assert again == kept or (plan.layout.pipeline == 1 and again.ranks == 16)
         assert f"dp={plan.layout.data}" in spelled(plan.layout)
     assert fixed_fields({"tensor_parallel_size": "auto", "zero_stage": 3, "offload": "cpu"}) == {

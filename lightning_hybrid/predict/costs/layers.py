@@ -5,15 +5,15 @@ All sizes are of one sample (one sequence) and of the forward; predictions deriv
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from lightning_hybrid.predict.correction import Correction
-from lightning_hybrid.predict.layout import PlanLayout
+if TYPE_CHECKING:
+    from lightning_hybrid.predict.correction import Correction
+    from lightning_hybrid.predict.layout import PlanLayout
 
 Sharding = Literal["columns", "inner", "count", ""]
 
@@ -283,5 +283,5 @@ def parameters_of_rank(layers: Iterable[tuple[LayerCosts, int]], layout: PlanLay
 def layout_of_layer(layer: LayerCosts, layout: PlanLayout) -> PlanLayout:
     """Return the layout by whose sizes the layer's rows and activations are divided."""
     if layer.has_full_positions and layout.context > 1:
-        return dataclasses.replace(layout, context=1)
+        return layout.replaced(context=1)
     return layout
