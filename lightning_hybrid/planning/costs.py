@@ -21,7 +21,7 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.planning.plan import PlanRequest, RunPlan, make_plan
-from lightning_hybrid.predict.costs.layers import ExpertSet, ModelCosts
+from lightning_hybrid.predict.costs.layers import ModelCosts, Routing
 from lightning_hybrid.predict.costs.module import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.predict.layout import NumberFormat, number_format_of
 from lightning_hybrid.run.description.recording import record_in_one_stage
@@ -58,13 +58,13 @@ class _LayerRecording:
 
     Attributes:
         part_of: The layer of each module inside of an opened ``nn.Sequential``.
-        experts: Of each unit.
+        routings: Experts of each unit.
         heads: Of attention.
     """
 
     def __init__(self) -> None:
         self.part_of: dict[str, str] = {}
-        self.experts: Mapping[str, Sequence[ExpertSet]] = {}
+        self.routings: Mapping[str, Sequence[Routing]] = {}
         self.heads = AttentionHeads()
 
     def __call__(self, run: Run, failures: list[Exception]) -> Assignment | None:
@@ -73,9 +73,9 @@ class _LayerRecording:
         costs = ExpertCosts(module)
         recorded = self._record(run, failures, costs)
         lists = _lists_with_routed_rows(module, None if recorded is None else recorded.graph)
-        if lists and not self.experts:
+        if lists and not self.routings:
             again = self._record(run, failures, costs, lists)
-            recorded = again if self.experts or recorded is None else recorded
+            recorded = again if self.routings or recorded is None else recorded
         return recorded
 
     def _record(
@@ -93,7 +93,7 @@ class _LayerRecording:
         layers, self.part_of = _layers(run.setting.module, lists)
         with self.heads:
             recorded = record_in_one_stage(run, run.randomness, layers, failures, watching)
-        self.experts = costs.sets(units)
+        self.routings = costs.sets(units)
         return recorded
 
 
@@ -168,7 +168,7 @@ def record_costs(
             name=name,
             frozen=frozen,
             part_of=recording.part_of,
-            experts=recording.experts,
+            routings=recording.routings,
             heads=recording.heads.common_numbers(samples),
             sharded=sharded,
         )

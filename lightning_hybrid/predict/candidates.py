@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,24 +13,23 @@ from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.hardware import Hardware
-from lightning_hybrid.predict.layout import PlanLayout, RecomputeKind
+from lightning_hybrid.predict.layout import PlanLayout
 from lightning_hybrid.predict.plans import Allowed
 from lightning_hybrid.predict.techniques.order import PLANNED
 
 _MICROBATCH_SIZES, _MOST_MICROBATCHES = 6, 512  # sizes that are all tried, and then each of twice the last
 _SHARE_DIVIDED = 0.8  # of the FLOPs of products with weights, which tensor ranks must divide
-_OFFLOADED = {
-    0: frozenset({"optimizer_states"}),
-    1: frozenset({"optimizer_states", "gradients"}),
-    2: frozenset({"optimizer_states", "gradients"}),
-    3: frozenset({"optimizer_states", "gradients", "parameters"}),
-}
 
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+def merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entries of all mappings."""
+    return {name: value for each in mappings for name, value in each.items()}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Candidates:
         return [self.fixed[field]] if field in self.fixed else sizes
 
     def meshes(self) -> Iterator[PlanLayout]:
-        """Yield one layout of each mesh: full recomputation, ZeRO-3, the smallest microbatch."""
+        """Yield one layout of each mesh, the most frugal one, with the smallest microbatch."""
         for tensor in self.tensor_sizes():
             for context in self._context_sizes():
                 for pipeline in self._pipeline_sizes():
@@ -106,8 +106,8 @@ class Candidates:
                     data = self.ranks // same
                     if not self.is_replica_batch and self.batch % data:
                         continue
-                    for expert in self._expert_sizes(data * context):
-                        layout = self._frugal(pipeline, data, tensor, context, expert)
+                    for sizes in itertools.product(*(each.sizes(data * context, self) for each in PLANNED)):
+                        layout = self._frugal(pipeline, data, tensor, context, merged(sizes))
                         if self.is_valid(layout):
                             yield layout
 
@@ -120,24 +120,15 @@ class Candidates:
         largest = self.most_stages if self.allowed.pipeline else 1
         return self._sizes("pipeline", [size for size in divisors(self.ranks) if size <= largest])
 
-    def _expert_sizes(self, room: int) -> list[int]:
-        if "expert" in self.fixed:
-            return [self.fixed["expert"]]
-        if not self.costs.experts or not self.allowed.expert:
-            return [1]
-        return [size for size in divisors(self.costs.experts) if room % size == 0]
-
-    def _frugal(self, pipeline: int, data: int, tensor: int, context: int, expert: int) -> PlanLayout:
+    def _frugal(self, pipeline: int, data: int, tensor: int, context: int, others: Mapping[str, Any]) -> PlanLayout:
         """Return the layout of a mesh that is expected to take the least memory, without offload."""
         layout = PlanLayout(
             pipeline=pipeline,
             replicate=data,
             tensor=tensor,
             context=context,
-            expert=expert,
             batch=self.batch * (data if self.is_replica_batch else 1),
-            recompute=self.allowed.recompute[-1],
-            sequence_parallel=tensor > 1,
+            **others,
         )
         for technique in PLANNED:
             layout = layout.replaced(**technique.frugal(layout, self))
@@ -169,7 +160,12 @@ class Candidates:
                 data_shard_size=layout.shard,
                 context_parallel_size=layout.context,
                 tensor_parallel_size=layout.tensor,
-                expert_parallel_size=layout.expert,
+                **{
+                    option: layout.fields[field]
+                    for each in PLANNED
+                    if each.size
+                    for option, field in each.options.items()
+                },
             )
         except LayoutError:
             return False
@@ -186,33 +182,14 @@ class Candidates:
     def changed(self, layout: PlanLayout, changes: Mapping[str, Any]) -> PlanLayout:
         """Return the layout with changes, and with what follows from them."""
         layout = layout.replaced(**changes)
-        if layout.offload and "offload" not in self.fixed and layout.offload != _OFFLOADED[layout.zero_stage]:
-            layout = layout.replaced(offload=_OFFLOADED[layout.zero_stage])
-        return layout
+        followed = merged(each.followed(layout, self) for each in PLANNED)
+        return layout.replaced(**followed) if followed else layout
 
     def _changes(self, layout: PlanLayout) -> Iterator[Mapping[str, Any]]:
-        for recompute in self.recomputations():
-            yield {"recompute": recompute}
         for size in self.microbatches(layout):
             yield {"microbatch": size}
         for technique in PLANNED:
             yield from technique.changes(layout, self)
-        if layout.tensor > 1:
-            yield {"sequence_parallel": not layout.sequence_parallel}
-        if self.allowed.offload:
-            yield {"offload": frozenset() if layout.offload else _OFFLOADED[layout.zero_stage]}
-        if layout.pipeline > 1:
-            for schedule in self.allowed.schedules:
-                yield {"schedule": schedule, "stages_per_rank": 1}
-            for stages in range(2, self.allowed.largest_stages_per_rank + 1):
-                yield {"schedule": "1f1b", "stages_per_rank": stages}
-
-    def recomputations(self) -> tuple[RecomputeKind, ...]:
-        """Kinds of recomputation that differ for this model."""
-        recomputed = [layer for layer in self.costs.layers if layer.is_recomputed]
-        if any(layer.saved_scores or layer.selective_saved != layer.saved for layer in recomputed):
-            return self.allowed.recompute
-        return tuple(kind for kind in self.allowed.recompute if kind != "selective")
 
 
 _NAMED = PlanLayout.defaults.keys() - {"shard", "replicate", "batch", "microbatch"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_hybrid.predict.layout import PlanLayout
 from lightning_hybrid.predict.plans import MEMORY_ERROR, TIE, TIME_ERROR, PredictedMemory, PredictedTime
-from lightning_hybrid.predict.techniques.order import PLANNED
+from lightning_hybrid.predict.techniques.order import PLANNED, SIZES
 
 COMMUNICATION = ("replicas", "pipeline messages")
 OPTIMIZER = ("optimizer", "host")
@@ -124,11 +124,20 @@ class Correction:
 
 def difference(layout: PlanLayout, other: PlanLayout) -> float:
     """Return how much two layouts differ: the doublings of each size, and 1 for each other option."""
-    doublings = sum(
-        abs(math.log2(getattr(layout, size) / getattr(other, size)))
-        for size in ("pipeline", "data", "tensor", "context", "expert", "microbatch", "num_microbatches")
+    microbatches = ((each.microbatch, each.num_microbatches) for each in (layout, other))
+    sizes = zip(
+        *((*each.mesh, *of_each) for each, of_each in zip((layout, other), microbatches, strict=True)), strict=True
     )
-    sizes = {"pipeline", "replicate", "shard", "tensor", "context", "expert", "microbatch", "batch"}
-    options = layout.fields.keys() - sizes
+    doublings = sum(abs(math.log2(size / other_size)) for size, other_size in sizes)
+    options = layout.fields.keys() - {
+        "pipeline",
+        "replicate",
+        "shard",
+        "tensor",
+        "context",
+        "microbatch",
+        "batch",
+        *SIZES,
+    }
     differing = sum(layout.fields[name] != other.fields[name] for name in options)
     return doublings + differing + sum(each.difference(layout, other) for each in PLANNED)

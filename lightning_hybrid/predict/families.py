@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from lightning_hybrid.predict.candidates import Candidates
+from lightning_hybrid.predict.candidates import Candidates, merged
 from lightning_hybrid.predict.layout import PlanLayout
 from lightning_hybrid.predict.options import spelled
 from lightning_hybrid.predict.plans import TIE, Plan, PredictedTime, Rejection, simplest_of_tied
@@ -57,18 +57,6 @@ def _no_context(candidates: Candidates) -> str:
     return f"no number of ranks divides {positions} positions and {candidates.ranks} devices"
 
 
-def _no_experts(candidates: Candidates) -> str:
-    if "expert" in candidates.fixed:
-        return f"expert_parallel_size={candidates.fixed['expert']} is set"
-    if not candidates.allowed.expert:
-        return "not permitted for this model"
-    costs = candidates.costs
-    if costs.experts:
-        return f"{costs.experts} experts and the replicas have no common divisor"
-    unknown = "the step was not recorded, so that its experts are not known; fix their ranks"
-    return "the model has no experts" if costs.is_traced else unknown
-
-
 def _families(node: int) -> list[Family]:
     families = [
         Family("tensor ranks within a node", lambda plan: 1 < plan.tensor <= node, _no_tensor, place=1),
@@ -77,13 +65,6 @@ def _families(node: int) -> list[Family]:
         Family("pipeline ranks", lambda plan: plan.pipeline > 1, _no_pipeline, place=2),
         Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline, place=2),
         Family("context ranks", lambda plan: plan.context > 1, _no_context, place=3),
-        Family("expert ranks", lambda plan: plan.expert > 1, _no_experts, place=4),
-        Family("no recomputation", lambda plan: plan.recompute == "none", field="recompute", place=6),
-        Family("selective recomputation", lambda plan: plan.recompute == "selective", field="recompute", place=6),
-        Family("full recomputation", lambda plan: plan.recompute == "full", field="recompute", place=6),
-        Family("offload to the host", lambda plan: bool(plan.offload), place=7),
-        Family("several stages per rank", lambda plan: plan.stages_per_rank > 1, place=8),
-        Family("zero bubble", lambda plan: plan.schedule == "zero_bubble", place=8),
     ]
     families += [family for technique in PLANNED for family in technique.families(node)]
     return sorted(families, key=lambda family: family.place)
@@ -117,11 +98,12 @@ def rejected_families(
 
 def _of_replicas(best: PlanLayout, candidates: Candidates) -> Iterator[PlanLayout]:
     """Yield layouts of replicas alone that are otherwise the chosen one."""
+    kept = merged(each.kept(best) for each in PLANNED)
     for mesh in candidates.meshes():
         if mesh.has_replicas_alone:
             for technique in PLANNED:
                 for changes in technique.of_replicas(mesh, candidates):
-                    yield candidates.changed(mesh, {**changes, "recompute": best.recompute})
+                    yield candidates.changed(mesh, {**changes, **kept})
 
 
 def slower_than(plan: Plan, best: Plan) -> str:

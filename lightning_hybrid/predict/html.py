@@ -137,8 +137,8 @@ def _schedule(plan: Plan) -> list[str]:
     count = min(layout.num_microbatches, most)
     schedule = make_schedule(layout.schedule, layout.pipeline, count, layout.stages_per_rank)
     work = sum(time.terms.get(name, 0.0) for name in ("computation", "recomputation", "tensor ranks", "context ranks"))
-    forward = work / layout.num_microbatches / layout.stages_per_rank / (4 if layout.recompute == "full" else 3)
-    backward = forward * (3 if layout.recompute == "full" else 2)
+    forward = work / layout.num_microbatches / layout.stages_per_rank / (3 + layout.forwards)
+    backward = forward * (2 + layout.forwards)
     timeline = simulate(schedule, chain(schedule.num_stages), forward_seconds=forward, backward_seconds=backward)
     name = f"{layout.schedule}, {layout.pipeline} ranks"
     shown = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hybrid.predict.costs.layers import LayerCosts, Product, layout_of_layer
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
+from lightning_hybrid.predict.techniques.order import PLANNED
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,6 @@ CONSTANTS = EfficiencyConstants()
 
 # A softmax with dropout reads and writes 4.5 times the scores in the forward, and 5.5 times in the backward.
 SCORES_BACKWARD = 5.5 / 4.5
-# Selective layers that drop 0.6 of the bytes of a GPT's block repeat 0.3 of the work of its products.
-REPEATED_PRODUCTS = 0.3 / 0.6
 
 
 class LayerSeconds(NamedTuple):
@@ -59,17 +59,39 @@ class LayerSeconds(NamedTuple):
 
     Attributes:
         forward: Of the forward.
-        backward: Of the backward, without recomputation.
-        recomputed: Of what the backward computes again.
-        kernel_starts: The part of all three in which the device waits for kernels to start.
+        backward: Of the backward, without what it computes again.
+        again: Of what the backward computes again, by term.
+        kernel_starts: The part of all of these in which the device waits for kernels to start.
         weights: The part of the backward that makes gradients of weights.
     """
 
     forward: float
     backward: float
-    recomputed: float
+    again: Mapping[str, float]
     kernel_starts: float
     weights: float = 0.0
+
+
+class LayerWork(NamedTuple):
+    """Seconds of the device in a layer's forward, by what it does, and of kernel starts.
+
+    Attributes:
+        linear: Of products with weights.
+        attention: Of other products.
+        around: Of what moves memory between them.
+        scores: Of attention scores outside the products.
+        device: Of all of these.
+        not_repeated: The part of ``linear`` that a second forward leaves out.
+        starts: Of kernel starts.
+    """
+
+    linear: float
+    attention: float
+    around: float
+    scores: float
+    device: float
+    not_repeated: float
+    starts: float
 
 
 def layer_seconds(
@@ -81,7 +103,7 @@ def layer_seconds(
 ) -> LayerSeconds:
     """Return the seconds of one layer for one microbatch of ``layout.microbatch`` samples on one rank."""
     layout = layout_of_layer(layer, layout)
-    linear = attention = attention_backward = casts = not_recomputed = 0.0
+    linear = attention = attention_backward = casts = not_repeated = 0.0
     for product in layer.products:
         if number_format.products == "float8" and product.has_weight and product.in_float8:
             casts += cast_elements(product, layout, number_format)
@@ -91,7 +113,7 @@ def layer_seconds(
             attention_backward += seconds * (constants.attention_backward if layout.fused_attention else 2.0)
         else:
             linear += seconds
-            not_recomputed += 0.0 if product.is_recomputed else seconds
+            not_repeated += 0.0 if product.repeats else seconds
     rate = hardware.memory_bandwidth * constants.memory_share / (layout.microbatch * number_format.activation)
     shared = layout.tensor if layout.sequence_parallel else 1
     moved = (layer.replicated_moved / shared + (layer.moved - layer.replicated_moved) / layout.tensor) / layout.context
@@ -103,17 +125,12 @@ def layer_seconds(
     forward, backward = max(device, starts), max(device_backward, 2.0 * starts)
     waits = forward - device + backward - device_backward
     weights = linear * backward / device_backward if device_backward else 0.0
-    recomputed = 0.0
-    if not layer.is_recomputed:
-        return LayerSeconds(forward, backward, 0.0, waits, weights)
-    if layout.recompute == "full":
-        recomputed = max(device - not_recomputed, starts)
-        waits += max(0.0, starts - device + not_recomputed)
-    elif layout.recompute == "selective":
-        dropped = 1.0 - layer.selective_saved / layer.saved if layer.saved else 0.0
-        recomputed = dropped * (around + REPEATED_PRODUCTS * linear)
-        recomputed += 0.0 if layout.fused_attention else attention + scores
-    return LayerSeconds(forward, backward, recomputed, waits, weights)
+    work, again = LayerWork(linear, attention, around, scores, device, not_repeated, starts), dict[str, float]()
+    for technique in PLANNED:
+        for term, (repeated, waited) in technique.repeated(layer, layout, work).items():
+            again[term] = repeated
+            waits += waited
+    return LayerSeconds(forward, backward, again, waits, weights)
 
 
 def cast_elements(product: Product, layout: PlanLayout, number_format: NumberFormat) -> float:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from lightning_hybrid.predict.techniques.order import SETTINGS
+from lightning_hybrid.predict.techniques.order import PLANNED, SETTINGS, SIZES
 from lightning_hybrid.schedule.generators import stages_of_each_rank
 
-RecomputeKind = Literal["none", "selective", "full"]
-SELECTIVE_SHARE = 0.4  # of the saved bytes that recompute="selective" keeps
 Balance = Literal["layers", "flops"]
 
 
@@ -126,15 +125,7 @@ class PlanLayout(Values):
     batch: int
     defaults: ClassVar = {
         **dict.fromkeys(("pipeline", "replicate", "shard", "tensor", "context", "microbatch", "batch"), 1),
-        "expert": 1,
-        "schedule": "1f1b",
-        "stages_per_rank": 1,
         "balanced_by": "layers",
-        "recompute": "none",
-        "offload": frozenset(),
-        "sequence_parallel": False,
-        "overlapped_tensor_ranks": False,
-        "chunked_loss": False,
         "fused_attention": True,
         **SETTINGS,
     }
@@ -145,9 +136,24 @@ class PlanLayout(Values):
         return self.replicate * self.shard
 
     @property
-    def expert_shards(self) -> int:
-        """Ranks that ZeRO shards the states of one rank's experts over."""
-        return int(min(max(1, self.shard * self.context // self.expert), self.shard))
+    def routed_ranks(self) -> int:
+        """Ranks that share the parameters among which tokens are routed."""
+        return math.prod(each.routed_ranks(self) for each in PLANNED)
+
+    @property
+    def routed_shards(self) -> int:
+        """Ranks that share the states of one rank's part of these parameters."""
+        return min(max(1, self.shard * self.context // self.routed_ranks), self.shard)
+
+    @property
+    def forwards(self) -> int:
+        """How often the backward runs the forwards of layers that repeat."""
+        return sum(each.forwards(self) for each in PLANNED)
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """Ranks of each kind of parallelism: pipeline, replicas, tensor, context, and of techniques."""
+        return (self.pipeline, self.data, self.tensor, self.context, *(self.fields[name] for name in SIZES))
 
     @property
     def ranks(self) -> int:
@@ -157,7 +163,7 @@ class PlanLayout(Values):
     @property
     def has_replicas_alone(self) -> bool:
         """Whether there is no other kind of parallelism."""
-        return self.pipeline == self.tensor == self.context == self.expert == 1
+        return sum(size > 1 for size in self.mesh) == (self.data > 1)
 
     @property
     def num_microbatches(self) -> int:

@@ -25,7 +25,7 @@ from lightning_hybrid.predict.costs.layers import (
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 from lightning_hybrid.predict.plans import PredictedMemory
-from lightning_hybrid.predict.techniques.order import PLANNED, sharded_kinds
+from lightning_hybrid.predict.techniques.order import PLANNED, elsewhere, sharded_kinds
 from lightning_hybrid.schedule.actions import Action, Kind
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule
 
@@ -124,7 +124,7 @@ def _states(
     trained = _trained(costs)
     held = parameters_of_rank(layers, layout)
     if has_copy:
-        held = Parameters(held.dense + costs.layers[0].sharded_parameters / layout.tensor, held.experts)
+        held = Parameters(held.dense + costs.layers[0].sharded_parameters / layout.tensor, held.routed)
     kinds = sharded_kinds(layout)
     sharded = held.over_shards(layout).total
     parameters = sharded if "parameters" in kinds else held.total
@@ -137,10 +137,8 @@ def _states(
         "optimizer step": states * number_format.step,
         "communication buffers": 0.0,
     }
-    if "optimizer_states" in layout.offload:
-        terms["optimizer step"] = 0.0
-    for kind in layout.offload - {"activations"}:
-        terms[kind.replace("_", " ")] = 0.0
+    for term in elsewhere(layout) & terms.keys():
+        terms[term] = 0.0
     # Gradients that are reduced in each microbatch go layer by layer: see `_gathered`.
     if any(each.reduces_in_buckets(layout) for each in PLANNED):
         terms["communication buffers"] = min(constants.bucketed, held.total * trained / 2) * number_format.reduced
@@ -160,7 +158,7 @@ class _Gathered(NamedTuple):
 
 
 def _gathered(layers: Stage, layout: PlanLayout, number_format: NumberFormat, trained: float) -> _Gathered:
-    is_gathered = any(each.gathers(layout) for each in PLANNED) or "parameters" in layout.offload
+    is_gathered = any(each.gathers(layout) for each in PLANNED)
     is_reduced = any(each.reduces_by_layer(layout) for each in PLANNED)
     largest = max(parameters_of_rank([(layer, 1)], layout).total for layer, _ in layers)
     element = number_format.gathered if is_gathered else 0
@@ -185,10 +183,10 @@ def _activations(
         for layer, count in stage:
             samples = layout.microbatch / (layout.tensor * layout_of_layer(layer, layout).context)
             kept, full = _saved(layer, layout, number_format), _saved_bytes(layer, layout, number_format, "none")
-            if not (layout.recompute == "full" and layer.is_recomputed):
+            if not (layout.forwards and layer.repeats):
                 saved += count * _autocast_copies(layer, layout, number_format)
             # Where activations are on the host, those of two layers are on the device.
-            saved = max(saved, 2 * kept) if "activations" in layout.offload else saved + microbatches * count * kept
+            saved = max(saved, 2 * kept) if "activations" in elsewhere(layout) else saved + microbatches * count * kept
             one_layer = max(one_layer, full - kept)
             if layout.chunked_loss and (layer.float32_saved or layer.loss_saved):
                 continue
@@ -220,14 +218,15 @@ def _autocast_copies(layer: LayerCosts, layout: PlanLayout, number_format: Numbe
 
 
 def _saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
-    policy = layout.recompute if layer.is_recomputed else "none"
+    kept = [each.keeps(layout) for each in PLANNED] if layer.repeats else []
+    policy = next((each for each in kept if each != "none"), "none")
     return _saved_bytes(layer, layout, number_format, policy)
 
 
 def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat, policy: str) -> float:
     """Bytes that one layer saves for the backward of one microbatch, besides logits of a loss."""
     if policy == "full":
-        return _recompute_saved(layer, layout, number_format)
+        return _repeat_saved(layer, layout, number_format)
     layout = layout_of_layer(layer, layout)
     sharded = (layer.selective_saved if policy == "selective" else layer.saved) - layer.replicated_saved
     if layout.chunked_loss:
@@ -238,7 +237,7 @@ def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFor
     return elements * layout.microbatch / layout.context * number_format.activation
 
 
-def _recompute_saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
+def _repeat_saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
     """Bytes that one layer saves for the backward of one microbatch under full recomputation."""
     if layer.full_saved is None:
         return _outputs(layer, layout, number_format)

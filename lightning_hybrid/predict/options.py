@@ -8,36 +8,19 @@ from typing import Any
 
 from lightning_hybrid.predict.layout import PlanLayout
 from lightning_hybrid.predict.techniques.order import PLANNED, sharded_kinds
-from lightning_hybrid.schedule import SCHEDULE_NAMES
 
 _SIZES = {
-    "data_parallel_size": "dp",
-    "pipeline_parallel_size": "pp",
-    "tensor_parallel_size": "tp",
-    "context_parallel_size": "cp",
-    "expert_parallel_size": "ep",
-}
-_SHORT = {**_SIZES, "stages_per_rank": "stages", "num_microbatches": "m"}
-for _each in PLANNED:
-    _SHORT |= _each.short
-_RECOMPUTE = ("none", "selective", "full")
-# Options of the strategy that name one field of a layout.
-_FIELDS = {
-    "tensor_parallel_size": "tensor",
-    "pipeline_parallel_size": "pipeline",
-    "context_parallel_size": "context",
-    "expert_parallel_size": "expert",
     "data_parallel_size": "data",
-    "schedule": "schedule",
-    "stages_per_rank": "stages_per_rank",
-    **{option: field for each in PLANNED for option, field in each.options.items()},
-    "sequence_parallel": "sequence_parallel",
-    "recompute": "recompute",
-    "offload": "offload",
-    "chunked_loss": "chunked_loss",
+    "pipeline_parallel_size": "pipeline",
+    "tensor_parallel_size": "tensor",
+    "context_parallel_size": "context",
 }
-
-_MAY_BE_NONE = ("recompute", "offload")  # which is nothing; None of others is the default
+_BY_OPTION = {option: each for each in PLANNED for option in each.options}
+_SHORT = dict(zip(_SIZES, ("dp", "pp", "tp", "cp"), strict=True)) | {
+    option: word for each in PLANNED for option, word in each.short.items()
+}
+# Options of the strategy that name one field of a layout.
+_FIELDS = {**_SIZES, **{option: each.options[option] for option, each in _BY_OPTION.items()}}
 
 # All options of the strategy that make a layout.
 LAYOUT_OPTIONS = (*_FIELDS, "num_microbatches")
@@ -45,28 +28,10 @@ LAYOUT_OPTIONS = (*_FIELDS, "num_microbatches")
 
 def strategy_options(layout: PlanLayout) -> dict[str, Any]:
     """Return the arguments of `Hybrid3DStrategy` that differ from its defaults; the number of replicas is left out."""
-    options: dict[str, Any] = {
-        "pipeline_parallel_size": layout.pipeline,
-        "tensor_parallel_size": layout.tensor,
-        "context_parallel_size": layout.context,
-        "expert_parallel_size": layout.expert,
-        "stages_per_rank": layout.stages_per_rank,
-    }
+    options = {name: layout.fields[field] for name, field in _SIZES.items() if field != "data"}
     options = {name: size for name, size in options.items() if size > 1}
-    if layout.pipeline > 1 or layout.num_microbatches > 1:
-        options["num_microbatches"] = layout.num_microbatches
-    if layout.pipeline > 1 and layout.schedule != "1f1b":
-        options["schedule"] = layout.schedule
     for technique in PLANNED:
         options |= technique.arguments(layout)
-    if layout.tensor > 1 and layout.sequence_parallel:
-        options["sequence_parallel"] = True
-    if layout.recompute != "none":
-        options["recompute"] = layout.recompute
-    if layout.offload:
-        options["offload"] = {kind: "cpu" for kind in sorted(layout.offload)}
-    if layout.chunked_loss:
-        options["chunked_loss"] = True
     return options
 
 
@@ -104,8 +69,6 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"a plan has no {name}; use {', '.join(sorted(known))}")
         for technique in PLANNED:
             technique.check(name, value)
-        if name == "schedule" and value not in (*SCHEDULE_NAMES, "auto"):
-            raise ValueError(f"schedule={value}; use one of {', '.join(SCHEDULE_NAMES)}")
         if name in ("stages_per_rank", "num_microbatches", "shard_size") and not _is_count(value):
             raise ValueError(f"{_SHORT.get(name, name)}={value}; use a whole number of 1 or more")
 
@@ -122,34 +85,13 @@ def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     fixed: dict[str, Any] = {}
     for name, field in _FIELDS.items():
-        value = options.get(name, "auto")
-        if value == "auto" or (value is None and name not in _MAY_BE_NONE):
+        value, technique = options.get(name, "auto"), _BY_OPTION.get(name)
+        if value == "auto" or (value is None and not (technique and technique.none_is_set)):
             continue
-        if field == "recompute":
-            value = _recomputed(value)
-        if field == "offload":
-            value = _offloaded(value, options.get("zero_stage"))
-        fixed[field] = bool(value) if field == "chunked_loss" else value
+        fixed[field] = technique.value(value, options) if technique else value
     if isinstance(options.get("num_microbatches"), int):
         fixed["num_microbatches"] = options["num_microbatches"]
     return fixed
-
-
-def _recomputed(value: Any) -> str:
-    if value is None or value == "keep":
-        return "none"
-    if isinstance(value, float):
-        return "selective"
-    return value if isinstance(value, str) and value in _RECOMPUTE else "full"
-
-
-def _offloaded(value: Any, zero_stage: Any) -> frozenset[str]:
-    if value is None:
-        return frozenset()
-    if isinstance(value, Mapping):
-        return frozenset(kind for kind, where in value.items() if where == "cpu")
-    kinds = ("optimizer_states", "gradients", "parameters")
-    return frozenset(kinds[: (1, 2, 2, 3)[zero_stage or 0]])
 
 
 def layout_from_options(options: Mapping[str, Any], ranks: int, batch: int, *, microbatch: int = 1) -> PlanLayout:
@@ -175,16 +117,8 @@ def layout_from_options(options: Mapping[str, Any], ranks: int, batch: int, *, m
 
 def simplicity(layout: PlanLayout) -> tuple[float, ...]:
     """Return a key that orders layouts from the simplest: kinds of parallelism, ZeRO, recomputation, the rest."""
-    places = {
-        0: sum(size > 1 for size in (layout.pipeline, layout.tensor, layout.context, layout.expert)),
-        1: bool(layout.offload),
-        3: _RECOMPUTE.index(layout.recompute),
-        5: layout.stages_per_rank,
-        6: layout.schedule != "1f1b",
-        7: layout.sequence_parallel,
-        8: layout.pipeline * layout.tensor * layout.context,
-        10: layout.num_microbatches,
-    }
+    kinds = sum(size > 1 for size in layout.mesh) - (layout.data > 1)
+    places: dict[int, float] = {0: kinds, 8: layout.ranks // layout.data, 10: layout.num_microbatches}
     for technique in PLANNED:
         places |= technique.simplicity(layout)
     return tuple(places[place] for place in sorted(places))

@@ -84,17 +84,12 @@ TIME_ERROR, MEMORY_ERROR = 0.08, 0.08
 
 
 class Allowed(Values):
-    """What the model and the run permit.
+    """What the model and the run permit: these, and the limits of each technique.
 
     Attributes:
         pipeline: Whether the layers may be shared among pipeline ranks.
         tensor: Whether layers may be sharded over tensor ranks.
         context: Whether sequences may be sharded over context ranks.
-        expert: Whether experts may be sharded.
-        recompute: What the backward may recompute.
-        schedules: Schedules of a pipeline, by name.
-        offload: Whether the host may hold what ZeRO shards.
-        largest_stages_per_rank: Most stages of one pipeline rank.
         positions_per_context_rank: Least positions of a context rank.
     """
 
@@ -102,11 +97,6 @@ class Allowed(Values):
         "pipeline": True,
         "tensor": True,
         "context": True,
-        "expert": True,
-        "recompute": ("none", "selective", "full"),
-        "schedules": ("1f1b", "zero_bubble"),
-        "offload": True,
-        "largest_stages_per_rank": 4,
         "positions_per_context_rank": 1024,
         **LIMITS,
     }

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
-from lightning_hybrid.predict.layout import SELECTIVE_SHARE
 
+SELECTIVE_SHARE = 0.4  # of the saved bytes that recompute="selective" keeps
 Place = Literal["files", "host"]
 Policies = Mapping[str, str | float]  # what layers save for the backward, by FQN
 KINDS = ("parameters", "gradients", "optimizer_states", "activations")

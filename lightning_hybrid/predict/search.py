@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.predict.candidates import Candidates, divisors
+from lightning_hybrid.predict.candidates import Candidates, divisors, merged
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.families import rejected_families
 from lightning_hybrid.predict.hardware import Hardware
@@ -80,8 +80,8 @@ def search_layouts(
     is_one_batch = costs.has_batch_norm or bool(costs.why_no_stages)
     fixed = {**({"num_microbatches": 1} if is_one_batch else {}), **(fixed or {})}
     allowed = allowed or Allowed()
-    has_stages, offload = allowed.pipeline and not costs.why_no_stages, allowed.offload and not hardware.is_host
-    options = fixed, allowed.replaced(pipeline=has_stages, offload=offload)
+    limits = merged(each.permitted(allowed, hardware) for each in PLANNED)
+    options = fixed, allowed.replaced(pipeline=allowed.pipeline and not costs.why_no_stages, **limits)
     searches = [
         _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
         for ranks in worlds
@@ -185,25 +185,17 @@ class _Search:
         return layout.replaced(microbatch=1, batch=layout.data * count)
 
     def _first_that_fits(self, frugal: PlanLayout) -> Plan | None:
-        """Return the plan of a mesh with the least recomputation, then the lowest stage of ZeRO, that fits."""
+        """Return the plan of a mesh that fits, with the simplest value of the last technique, then of others."""
         candidates = self.candidates
         if not self.plan(frugal).memory.fits:
-            if not candidates.allowed.offload or "offload" in candidates.fixed:
-                return None
-            return self._with_offload(frugal)
-        kinds = candidates.recomputations()
-        for recompute in [candidates.fixed["recompute"]] if "recompute" in candidates.fixed else kinds:
-            for levels in itertools.product(*(each.levels(frugal, candidates) for each in reversed(PLANNED))):
-                plan = self.plan(candidates.changed(frugal, {**_merged(levels), "recompute": recompute}))
-                if plan.fits:
-                    return plan
-        return self.plan(frugal)
-
-    def _with_offload(self, frugal: PlanLayout) -> Plan | None:
-        for layout in self.candidates.neighbours(frugal):
-            if layout.offload and (plan := self.plan(layout)).fits:
+            rescues = itertools.chain(*(each.rescues(frugal, candidates) for each in PLANNED))
+            plans = (self.plan(candidates.changed(frugal, changes)) for changes in rescues)
+            return next((plan for plan in plans if plan.fits), None)
+        for levels in itertools.product(*(each.levels(frugal, candidates) for each in reversed(PLANNED))):
+            plan = self.plan(candidates.changed(frugal, merged(levels)))
+            if plan.fits:
                 return plan
-        return None
+        return self.plan(frugal)
 
     def _neighbours(self, layout: PlanLayout) -> Iterable[PlanLayout]:
         yield from self.candidates.neighbours(layout)
@@ -238,8 +230,8 @@ class _Search:
         """Return the chosen plan, then the best of each other mesh, or the simplest that is tied with it."""
         meshes: dict[tuple[int, ...], list[Plan]] = {}
         for plan in self.plans.values():
-            if plan.fits and _mesh(plan.layout) != _mesh(best.layout):
-                meshes.setdefault(_mesh(plan.layout), []).append(plan)
+            if plan.fits and plan.layout.mesh != best.layout.mesh:
+                meshes.setdefault(plan.layout.mesh, []).append(plan)
         chosen = self._score(best)[-1]
         others = [simplest_of_tied(plans, self._score, chosen) for plans in meshes.values()]
         return [best, *sorted(others, key=self._score)]
@@ -287,11 +279,3 @@ class _Search:
 
 def _fixed_words(fixed: Mapping[str, Any]) -> str:
     return f" (with {spelled_fields(fixed)} as set)" if fixed else ""
-
-
-def _mesh(layout: PlanLayout) -> tuple[int, ...]:
-    return layout.pipeline, layout.data, layout.tensor, layout.context, layout.expert
-
-
-def _merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for each in mappings for name, value in each.items()}

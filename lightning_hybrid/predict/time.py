@@ -21,7 +21,6 @@ from lightning_hybrid.predict.links import (
     RankGroup,
     Shares,
     all_reduce_seconds,
-    all_to_all_seconds,
     gather_seconds,
     group_of_axis,
     group_of_two_axes,
@@ -70,7 +69,6 @@ class StepModel:
         self.tensor_group = self.group(tensor, 1)
         self.context_group = self.group(context, tensor)
         self.shard_group = self.group(layout.shard, tensor * context)
-        self.expert_group = self.group(layout.expert, tensor)
         self.parts_of_layers: dict[int, tuple[float, float]] = {}  # forwards, and gradients of weights
         self.shares = Shares(constants.within_share, constants.between_share)
         self.waited = Shares(constants.within_share, constants.within_share * constants.between_share)
@@ -119,24 +117,22 @@ class StepModel:
         backward = seconds.backward * (1.0 + self.backward_share) / 2.0
         terms = {
             "computation": seconds.forward + backward - seconds.kernel_starts,
-            "recomputation": seconds.recomputed,
+            **seconds.again,
             "kernel starts": seconds.kernel_starts,
         }
-        passes = 3 if layout.recompute == "full" and layer.is_recomputed else 2
+        passes = 2 + (layout.forwards if layer.repeats else 0)
         size = layer.outputs * layout.microbatch * self.format.activation / layout_of_layer(layer, layout).context
         if layer.reductions and layout.tensor > 1:
             one = all_reduce_seconds(size, self.tensor_group, self.hardware, self.waited)
             # Overlapped, a collective goes in as many chunks as ranks, and the products hide all but one of these.
             seen = 1.0 / layout.tensor if layout.overlapped_tensor_ranks else 1.0
-            skipped = sum(each.sharded == "inner" and not each.is_recomputed for each in layer.products)
+            skipped = sum(each.sharded == "inner" and not each.repeats for each in layer.products)
             terms["tensor ranks"] = (passes * layer.reductions - (passes - 2) * skipped) * one * seen
         if layout.context > 1 and any(product.is_attention for product in layer.products):
             terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
-        if layout.expert > 1 and layer.routed_tokens:
-            routed = size * layer.routed_tokens / max(self.costs.positions, 1)
-            one = all_to_all_seconds(routed, self.expert_group, self.hardware, self.waited)
-            terms["expert ranks"] = 2 * passes * one
-        exchanged = sum(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks", "expert ranks"))
+        others = {name: one for each in PLANNED for name, one in each.layer_terms(self, layer, size, passes).items()}
+        exchanged = sum((*(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks")), *others.values()))
+        terms |= others
         self.parts_of_layers[id(layer)] = seconds.forward + exchanged / passes, seconds.weights * self.backward_share
         self.terms_of_layers[id(layer)] = terms
         return terms
@@ -192,11 +188,11 @@ class StepModel:
     def sizes_of_shards(self, layer: LayerCosts) -> Iterator[tuple[float, RankGroup]]:
         """Yield numbers of a layer's parameters, with the ranks that shard them."""
         layout, own = self.layout, self.parameters([(layer, 1)])
-        if layout.expert == 1:
+        if layout.routed_ranks == 1:
             yield own.total, self.shard_group
             return
         yield own.dense, self.shard_group
-        yield own.experts, self.group(layout.expert_shards, layout.tensor * max(layout.expert, layout.context))
+        yield own.routed, self.group(layout.routed_shards, layout.tensor * max(layout.routed_ranks, layout.context))
 
     def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
         """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
@@ -206,10 +202,12 @@ class StepModel:
             inner, stride = self.group(layout.context, layout.tensor), layout.tensor * layout.context * shard
             group = group_of_two_axes(inner, self.group(layout.replicate, stride), per_node)
         sizes = [(own.total, group)]
-        if layout.expert > 1:
-            holders = max(1, copies * shard // (layout.expert * layout.expert_shards if shard > 1 else layout.expert))
-            experts = self.group(holders, layout.tensor * max(layout.expert, shard))
-            sizes = [(own.dense, group), (own.experts, experts)]
+        if layout.routed_ranks > 1:
+            holders = max(
+                1, copies * shard // (layout.routed_ranks * layout.routed_shards if shard > 1 else layout.routed_ranks)
+            )
+            routed = self.group(holders, layout.tensor * max(layout.routed_ranks, shard))
+            sizes = [(own.dense, group), (own.routed, routed)]
         element = self.format.reduced * self.backward_share
         return sum(all_reduce_seconds(size * element, each, self.hardware, self.shares) for size, each in sizes)
 
@@ -218,18 +216,9 @@ class StepModel:
         own = parameters_of_rank(layers, self.layout)
         parameters = own.over_shards(self.layout).total if "states" in sharded_kinds(self.layout) else own.total
         parameters *= self.backward_share
+        for technique in PLANNED:
+            if (terms := technique.optimizer_terms(self, own, parameters)) is not None:
+                return terms
         form = self.format
-        if "optimizer_states" in self.layout.offload:
-            copied = parameters * (form.gradient + form.parameter) / self.hardware.host_bandwidth
-            updated = max(copied, parameters / self.hardware.host_update_rate)
-            return {"host": updated + self.seconds_of_parameter_copies(own)}
         moved = parameters * (2 * form.state + 2 * form.parameter + form.gradient)
         return {"optimizer": moved / (self.hardware.memory_bandwidth * self.constants.memory_share)}
-
-    def seconds_of_parameter_copies(self, own: Parameters) -> float:
-        """Seconds in which shards of parameters on the host are copied to the device, for each forward and backward."""
-        layout = self.layout
-        if "parameters" not in layout.offload:
-            return 0.0
-        passes = 2 * layout.num_microbatches if layout.reshard_after_forward else 1
-        return passes * own.over_shards(layout).total * self.format.gathered / self.hardware.host_bandwidth

@@ -75,7 +75,7 @@ def test_tensor_and_expert_ranks_divide_what_they_shard():
     layer = costs.layers[1]
     found = terms(PlanLayout(replicate=4, tensor=2, expert=4, batch=4), shape=FEW_EXPERTS)["parameters"] / 2
     sharded = costs.layers[0].sharded_parameters + layer.sharded_parameters * layer.count
-    experts = layer.expert_parameters * layer.count
+    experts = layer.routed_parameters * layer.count
     assert found == pytest.approx(costs.parameters - sharded / 2 - experts * 7 / 8)
 
 

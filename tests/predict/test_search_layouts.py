@@ -142,7 +142,7 @@ def test_every_plan_divides_model_and_batch():
     for layout in [plan.layout for plan in result.plans]:
         assert layout.ranks == 12 and layout.batch == 48
         assert 48 % layout.data == 0 and layout.data * layout.microbatch * layout.num_microbatches == 48
-        assert MIXTURE.heads % layout.tensor == 0 and MIXTURE.experts % layout.expert == 0
+        assert MIXTURE.heads % layout.tensor == 0 and MIXTURE.routes % layout.expert == 0
         assert layout.num_stages <= MIXTURE.num_layers
 
 
@@ -214,7 +214,7 @@ def test_reasons_name_what_is_set():
 
 
 def test_reasons_against_faster_plans_of_smaller_batches():
-    costs = dataclasses.replace(SMALL, experts=0)
+    costs = dataclasses.replace(SMALL, routes=0)
     result = search_layouts(costs, MASTER, A100, 8, batch=8, objective="largest_batch")
     best, reasons = result.best, {rejection.family: rejection for rejection in result.rejected}
     found = [r.reason for r in reasons.values() if "samples are computed at a time" in r.reason]

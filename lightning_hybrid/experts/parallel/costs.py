@@ -35,7 +35,7 @@ from lightning_hybrid.experts.parallel.adapters import (
     rows_and_counts,
 )
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.predict.costs.layers import ExpertSet
+from lightning_hybrid.predict.costs.layers import Routing
 from lightning_hybrid.step.objects.modules import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.step.recording.layers import UnitKinds
@@ -54,7 +54,7 @@ class ExpertCosts:
         tied = tied_parameters(root)
         owners = root.named_modules()
         self._with_tied = {name for name, owner in owners for p in owner._parameters.values() if id(p) in tied}
-        self._found: dict[str, ExpertSet] = {}
+        self._found: dict[str, Routing] = {}
 
     @contextlib.contextmanager
     def watching(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -69,9 +69,9 @@ class ExpertCosts:
         with replaced_forwards(inside, partial(partial, self._run), reason="costs of experts"):
             yield
 
-    def sets(self, units: Mapping[str, nn.Module]) -> dict[str, tuple[ExpertSet, ...]]:
+    def sets(self, units: Mapping[str, nn.Module]) -> dict[str, tuple[Routing, ...]]:
         """Return the experts of each unit, by its FQN; a recording runs one of several equal units alone."""
-        found: dict[str, tuple[ExpertSet, ...]] = {}
+        found: dict[str, tuple[Routing, ...]] = {}
         kinds, first = UnitKinds(), dict[int, str]()
         for fqn, unit in units.items():
             own = tuple(each for name, each in self._found.items() if f"{name}.".startswith(f"{fqn}."))
@@ -102,14 +102,14 @@ class ExpertCosts:
 
     def _add_stacked(
         self, fqn: str, module: nn.Module, adapter: ExpertsAdapter, call: Call, flops: float = 0.0
-    ) -> ExpertSet:
+    ) -> Routing:
         """Note the experts of a call; ``flops`` were counted while they ran, if the call does not tell the rows."""
         names = tuple(f"{fqn}.{name}" for name, _ in module.named_parameters())
         tokens, rows = _tokens_and_rows(module, adapter, call)
         matrices = _oriented(_stacked(module), None if tokens is None else tokens.shape[-1])
         if rows is None:
             rows = flops / (2.0 * sum(inner * columns for inner, columns in matrices) or 1.0)
-        self._found[fqn] = found = ExpertSet(fqn, adapter.num_experts, names, float(rows), matrices)
+        self._found[fqn] = found = Routing(fqn, adapter.num_experts, names, float(rows), matrices)
         return found
 
     def _run_stacked(
@@ -151,7 +151,7 @@ class ExpertCosts:
                 f"{fqn}.{name}.{each}" for name in adapter.names for each, _ in experts[name].named_parameters()
             )
             matrices = tuple((p.shape[1], p.shape[0]) for p in experts[adapter.names[0]].parameters() if p.dim() == 2)
-            self._found[fqn] = ExpertSet(fqn, adapter.num_experts, names, float(rows), matrices)
+            self._found[fqn] = Routing(fqn, adapter.num_experts, names, float(rows), matrices)
         return out
 
 

@@ -20,7 +20,7 @@ from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.policies import Policy, is_selective
 from lightning_hybrid.memory.recompute.selective import SelectedResults, plain_tensors
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.predict.layout import SELECTIVE_SHARE
+from lightning_hybrid.predict.ranks import SELECTIVE_SHARE
 from lightning_hybrid.step.objects.modules import copied, may_change
 
 _TENSOR_TYPES = (Tensor, nn.Parameter)

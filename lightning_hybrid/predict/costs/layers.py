@@ -32,8 +32,8 @@ class Product:
             make one product with more rows. Otherwise they make more products.
         is_attention: Whether it belongs to attention scores, which context ranks and causal masks shorten.
         active_share: Share of the rows that are computed, such as the causal half of attention scores.
-        is_recomputed: Whether full recomputation repeats it. PyTorch's checkpoint stops at the last tensor that the
-            backward needs (``set_checkpoint_early_stop``), before a product whose result nothing saves.
+        repeats: Whether a second forward in the backward runs it. PyTorch's checkpoint stops at the last tensor that
+            the backward needs (``set_checkpoint_early_stop``), before a product whose result nothing saves.
         in_float8: Whether 8-bit precisions convert its operands; otherwise they stay in 16 bits.
     """
 
@@ -45,7 +45,7 @@ class Product:
     has_weight: bool = True
     is_attention: bool = False
     active_share: float = 1.0
-    is_recomputed: bool = True
+    repeats: bool = True
     in_float8: bool = True
 
     @property
@@ -66,7 +66,7 @@ class LayerCosts:
         products: Its matrix products.
         parameters: Number of parameters of one layer, experts included.
         sharded_parameters: Those that tensor ranks divide, experts not included.
-        expert_parameters: Those of experts, which expert ranks divide.
+        routed_parameters: Those among which tokens are routed (experts).
         moved: Elements that memory-bound operations read and write in the forward, besides products and scores.
         moved_scores: Elements of attention scores that a softmax outside the products reads and writes.
         replicated_moved: The part of ``moved`` that tensor ranks do not divide, unless sequence parallel.
@@ -81,7 +81,7 @@ class LayerCosts:
         float32_saved: Elements saved in 32 bits besides ``saved``, such as logits of a loss.
         loss_saved: The part of ``saved`` that a loss over classes saves; a loss in chunks saves none.
         peak_only: Elements held in 32 bits during the layer's backward alone, in each of two gradients.
-        is_recomputed: Whether full recomputation applies to it; it does to layers, not to an embedding or a loss.
+        repeats: Whether the backward may run its forward again; that of layers, not of an embedding or a loss.
         has_full_positions: Whether each context rank computes all positions of it, as the strategies do of an embedding
             and of a loss: of whatever has no argument of its result's shape.
         routed_tokens: Rows that each of all-to-all carries to experts and back; 0 without experts.
@@ -92,7 +92,7 @@ class LayerCosts:
     products: tuple[Product, ...] = ()
     parameters: int = 0
     sharded_parameters: int = 0
-    expert_parameters: int = 0
+    routed_parameters: int = 0
     moved: float = 0.0
     moved_scores: float = 0.0
     replicated_moved: float = 0.0
@@ -107,7 +107,7 @@ class LayerCosts:
     float32_saved: float = 0.0
     loss_saved: float = 0.0
     peak_only: float = 0.0
-    is_recomputed: bool = True
+    repeats: bool = True
     has_full_positions: bool = False
     routed_tokens: float = 0.0
 
@@ -127,7 +127,7 @@ class ModelCosts:
         positions: Tokens of one sample, 1 if it is no sequence.
         heads: The number that tensor ranks must divide; None if unknown.
         key_value_heads: The same of keys and values.
-        experts: Experts per layer, which expert ranks must divide; 0 without.
+        routes: Experts of a layer among which tokens are routed; 0 without.
         has_tied_embedding: Whether the first and the last layer share a parameter, counted in the first.
         is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
         frozen_parameters: Parameters without gradients.
@@ -145,7 +145,7 @@ class ModelCosts:
     positions: int = 1
     heads: int | None = None
     key_value_heads: int | None = None
-    experts: int = 0
+    routes: int = 0
     has_tied_embedding: bool = False
     is_traced: bool = True
     frozen_parameters: int = 0
@@ -191,25 +191,20 @@ def checksum_of_names(names: Iterable[str]) -> int:
     return zlib.crc32("\n".join(names).encode())
 
 
-EXPERT_PROOF = (
-    "which experts ranks can share is proved at the start of a run; the plan with expert ranks is subject to that proof"
-)
-
-
 @dataclass(frozen=True)
-class ExpertSet:
+class Routing:
     """Experts of one module, among which its tokens are routed.
 
     Attributes:
         module: FQN of the module.
-        experts: Number of experts.
+        count: Number of experts.
         parameters: FQNs of their parameters.
         rows: Rows that all experts compute in the recorded step: tokens times experts per token.
         matrices: Sizes ``(inner, columns)`` of the products of each row with one expert's matrices.
     """
 
     module: str
-    experts: int
+    count: int
     parameters: tuple[str, ...]
     rows: float
     matrices: tuple[tuple[int, int], ...]
@@ -224,7 +219,7 @@ class ExpertSet:
         for inner, columns in self.matrices:
             yield Product(self.rows / samples, inner, columns, sharded="inner" if columns < inner else "columns")
 
-    def in_unit(self, own: str, other: str) -> ExpertSet:
+    def in_unit(self, own: str, other: str) -> Routing:
         """Return the experts at the same place in the unit ``other``, which is structurally equal to the unit ``own``.
 
         Args:
@@ -232,15 +227,15 @@ class ExpertSet:
             other: FQN of the other unit.
         """
         names = tuple(other + name[len(own) :] for name in self.parameters)
-        return ExpertSet(other + self.module[len(own) :], self.experts, names, self.rows, self.matrices)
+        return Routing(other + self.module[len(own) :], self.count, names, self.rows, self.matrices)
 
 
-def common_number(sets: Iterable[ExpertSet]) -> int:
+def common_number(sets: Iterable[Routing]) -> int:
     """Return the number that expert ranks must divide, so that they divide the experts of each module; 0 without."""
-    return math.gcd(*(each.experts for each in sets))
+    return math.gcd(*(each.count for each in sets))
 
 
-def parameters_of(sets: Iterable[ExpertSet], shapes: Mapping[str, tuple[int, ...]], among: Collection[str]) -> int:
+def parameters_of(sets: Iterable[Routing], shapes: Mapping[str, tuple[int, ...]], among: Collection[str]) -> int:
     """Return how many of the parameters named in ``among`` belong to experts."""
     names = {name for each in sets for name in each.parameters} & set(among)
     return sum(math.prod(shapes[name]) for name in names if name in shapes)
@@ -251,20 +246,20 @@ class Parameters(NamedTuple):
 
     Attributes:
         dense: Those outside experts.
-        experts: Those of experts.
+        routed: Those of experts.
     """
 
     dense: float
-    experts: float
+    routed: float
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.dense + self.experts
+        return self.dense + self.routed
 
     def over_shards(self, layout: PlanLayout) -> Parameters:
         """Return what ZeRO leaves to one rank of these."""
-        return Parameters(self.dense / layout.shard, self.experts / layout.expert_shards)
+        return Parameters(self.dense / layout.shard, self.routed / layout.routed_shards)
 
 
 def parameters_of_rank(layers: Iterable[tuple[LayerCosts, int]], layout: PlanLayout) -> Parameters:
@@ -272,12 +267,12 @@ def parameters_of_rank(layers: Iterable[tuple[LayerCosts, int]], layout: PlanLay
 
     Tensor ranks divide the width of experts, too.
     """
-    dense = experts = 0.0
+    dense = routed = 0.0
     for layer, count in layers:
-        replicated = layer.parameters - layer.sharded_parameters - layer.expert_parameters
+        replicated = layer.parameters - layer.sharded_parameters - layer.routed_parameters
         dense += count * (replicated + layer.sharded_parameters / layout.tensor)
-        experts += count * layer.expert_parameters / (layout.expert * layout.tensor)
-    return Parameters(dense, experts)
+        routed += count * layer.routed_parameters / (layout.routed_ranks * layout.tensor)
+    return Parameters(dense, routed)
 
 
 def layout_of_layer(layer: LayerCosts, layout: PlanLayout) -> PlanLayout:

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.predict.costs.layers import (
-    EXPERT_PROOF,
-    ExpertSet,
     LayerCosts,
     ModelCosts,
+    Routing,
     checksum_of_names,
     common_number,
 )
@@ -24,7 +23,8 @@ from lightning_hybrid.predict.costs.recorded import (
     products_with_weights,
     reductions,
 )
-from lightning_hybrid.predict.layout import SELECTIVE_SHARE
+from lightning_hybrid.predict.ranks import SELECTIVE_SHARE
+from lightning_hybrid.predict.techniques.order import PLANNED
 
 _LAYER_INDEX = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"
@@ -38,7 +38,7 @@ def costs_from_step_graph(
     name: str = "module",
     frozen: Iterable[str] = (),
     part_of: Mapping[str, str] | None = None,
-    experts: Mapping[str, Sequence[ExpertSet]] | None = None,
+    routings: Mapping[str, Sequence[Routing]] | None = None,
     heads: tuple[int | None, int | None] = (None, None),
     sharded: Set[str] | None = None,
 ) -> ModelCosts:
@@ -56,12 +56,12 @@ def costs_from_step_graph(
         frozen: FQNs of parameters without gradients.
         part_of: For units that are opened layers, the FQN of the layer: with n stages it is one layer, unless it has
             more than 1/n of all parameters.
-        experts: The experts of each unit, by its FQN.
+        routings: The experts of each unit, by its FQN.
         heads: The numbers that tensor ranks must divide: of heads, and of heads of keys and values.
         sharded: FQNs of the parameters that tensor ranks shard; None if that is not known: then all matrices.
     """
-    experts, part_of = experts or {}, part_of or {}
-    step = RecordedStep(graph, shapes, samples, experts, sharded)
+    routings, part_of = routings or {}, part_of or {}
+    step = RecordedStep(graph, shapes, samples, routings, sharded)
     of_few_stages: list[tuple[LayerCosts, ...]] = []
     while unopened := _unopened(part_of, shapes, len(of_few_stages) + 1):
         of_few_stages.append(tuple(merge_equal(step.layers(unopened))))
@@ -71,10 +71,10 @@ def costs_from_step_graph(
         positions=step.positions,
         heads=heads[0],
         key_value_heads=heads[1],
-        experts=common_number(itertools.chain.from_iterable(experts.values())),
+        routes=common_number(itertools.chain.from_iterable(routings.values())),
         has_tied_embedding=step.has_tied_embedding,
         frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
-        notes=(PROOF, EXPERT_PROOF) if experts else (PROOF,),
+        notes=(PROOF, *(each.routing_proof for each in PLANNED if each.routing_proof and routings)),
         names_checksum=checksum_of_names(shapes),
         layers_of_few_stages=tuple(of_few_stages),
     )

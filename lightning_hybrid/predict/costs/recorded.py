@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
-from lightning_hybrid.predict.costs.layers import ExpertSet, LayerCosts, Product, Sharding, parameters_of
-from lightning_hybrid.predict.layout import SELECTIVE_SHARE
+from lightning_hybrid.predict.costs.layers import LayerCosts, Product, Routing, Sharding, parameters_of
 from lightning_hybrid.predict.memory import CONSTANTS
+from lightning_hybrid.predict.ranks import SELECTIVE_SHARE
 
 _FLOAT32_BYTES = 4
 # Losses over classes that chunked_loss computes in chunks.
@@ -27,14 +27,14 @@ class RecordedStep:
         graph: The step.
         shapes: Shape of each parameter, by FQN.
         samples: Samples of the recorded batch.
-        experts: The experts of each unit, by its FQN.
+        routings: The experts of each unit, by its FQN.
         sharded: FQNs of the parameters that tensor ranks shard; None if that is not known: then all matrices.
     """
 
     graph: StepGraph
     shapes: Shapes
     samples: int
-    experts: Mapping[str, Sequence[ExpertSet]]
+    routings: Mapping[str, Sequence[Routing]]
     sharded: Set[str] | None = None
 
     def layers(self, part_of: Mapping[str, str]) -> list[LayerCosts]:
@@ -55,7 +55,7 @@ class RecordedStep:
             read = {name for node in group.nodes for name in node.parameters if name in shapes}
             owned = {name for name in read if owner[name] == number}
             layer = self._layer(group, owned, counted)
-            layers.append(_with_recomputation(layer, group, graph, self.samples, kept))
+            layers.append(_with_repeats(layer, group, graph, self.samples, kept))
         if not layers:
             return layers
         unused = sum(math.prod(shape) for parameter, shape in shapes.items() if parameter not in owner)
@@ -92,10 +92,10 @@ class RecordedStep:
         graph, shapes, samples = self.graph, self.shapes, self.samples
         used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
         matrices = {parameter: oriented(parameter, shapes) for parameter in used if len(shapes[parameter]) > 1}
-        experts = [each for node in group.nodes for each in self.experts.get(node.unit or "", ())]
-        of_experts = {parameter for each in experts for parameter in each.parameters}
-        dense = {parameter: shape for parameter, shape in matrices.items() if parameter not in of_experts}
-        flops = max(0.0, sum(node.flops for node in group.nodes) - sum(each.flops for each in experts)) / samples
+        routings = [each for node in group.nodes for each in self.routings.get(node.unit or "", ())]
+        routed = {parameter for each in routings for parameter in each.parameters}
+        dense = {parameter: shape for parameter, shape in matrices.items() if parameter not in routed}
+        flops = max(0.0, sum(node.flops for node in group.nodes) - sum(each.flops for each in routings)) / samples
         products = products_of_layer(dense, flops, _rows(group, graph, samples), self.sharded)
         sharded = [product for product in products if product.has_weight and product.sharded]
         new = {value for node in group.nodes for value in node.saved_values} - counted
@@ -110,23 +110,23 @@ class RecordedStep:
         read = {value for node in later for value in node.inputs}
         outputs = sum(math.prod(graph.values[value].shape) for value in made & read) / samples
         parameters = sum(math.prod(shapes[parameter]) for parameter in owned)
-        is_divided = self.sharded is None or bool(sharded) or bool(experts)
+        is_divided = self.sharded is None or bool(sharded) or bool(routings)
         # A region of tensor ranks begins with a norm, whose input and output all of them save; attention is one of two.
         regions = 2 if len(sharded) > 1 and any(product.is_attention for product in products) else 1
         return LayerCosts(
             group.name,
-            products=(*products, *itertools.chain(*(each.products(samples) for each in experts))),
+            products=(*products, *itertools.chain(*(each.products(samples) for each in routings))),
             parameters=parameters,
             sharded_parameters=min(parameters, int(sum(product.inner * product.columns for product in sharded))),
-            expert_parameters=parameters_of(experts, shapes, owned),
+            routed_parameters=parameters_of(routings, shapes, owned),
             moved=moved,
             replicated_moved=min(moved, 4.0 * outputs) if is_divided else moved,
             saved=saved,
             replicated_saved=min(saved, 2.0 * regions * outputs) if is_divided else saved,
             outputs=outputs,
-            reductions=reductions_of_layer(products, _width(group, graph)) + len(experts),
+            reductions=reductions_of_layer(products, _width(group, graph)) + len(routings),
             kernels=kernels(len(matrices), len(used) - len(matrices)),
-            routed_tokens=sum(each.rows for each in experts) / samples,
+            routed_tokens=sum(each.rows for each in routings) / samples,
             has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
         )
 
@@ -187,7 +187,7 @@ def _groups(graph: StepGraph, part_of: Mapping[str, str]) -> Iterator[_Group]:
         yield group
 
 
-def _with_recomputation(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int, kept: set[int]) -> LayerCosts:
+def _with_repeats(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int, kept: set[int]) -> LayerCosts:
     """Return the layer with what recomputation saves: inputs of the unit, and all that operations around it save.
 
     Args:
@@ -210,7 +210,7 @@ def _with_recomputation(layer: LayerCosts, group: _Group, graph: StepGraph, samp
         layer,
         full_saved=saved,
         selective_saved=max(layer.saved - (1 - SELECTIVE_SHARE) * inside, saved),
-        is_recomputed=bool(group.unit),
+        repeats=bool(group.unit),
     )
 
 

@@ -87,7 +87,7 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
         outputs=tokens * width,
         reductions=1,
         kernels=4,
-        is_recomputed=False,
+        repeats=False,
         has_full_positions=True,
     )
     logits = float(tokens) * shape.vocabulary
@@ -103,7 +103,7 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
         peak_only=logits,
         outputs=1.0,
         kernels=12,
-        is_recomputed=False,
+        repeats=False,
         has_full_positions=True,
     )
     return ModelCosts(
@@ -112,7 +112,7 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
         positions=tokens,
         heads=shape.heads,
         key_value_heads=shape.key_value_heads or shape.heads,
-        experts=shape.experts,
+        routes=shape.experts,
         has_tied_embedding=shape.has_tied_embedding,
     )
 
@@ -134,7 +134,7 @@ def _transformer_layer(shape: TransformerShape) -> LayerCosts:
         Product(tokens, queries, width, sharded="inner"),
         Product(tokens * used, width, (matrices - 1) * shape.ffn, sharded="columns"),
         # A dropout after it, or the weights of experts, need its result in the backward.
-        Product(tokens * used, shape.ffn, width, sharded="inner", is_recomputed=shape.has_dropout or held > 0),
+        Product(tokens * used, shape.ffn, width, sharded="inner", repeats=shape.has_dropout or held > 0),
     )
     inner_mlp = (4 if shape.is_gated else 2) * shape.ffn * used
     replicated = (5.0 if shape.has_dropout else 4.0) * tokens * width
@@ -148,7 +148,7 @@ def _transformer_layer(shape: TransformerShape) -> LayerCosts:
         products=products,
         parameters=attention_weights + mlp_weights * max(held, 1) + 4 * width + held * width,
         sharded_parameters=attention_weights + (0 if held else mlp_weights),
-        expert_parameters=mlp_weights * held,
+        routed_parameters=mlp_weights * held,
         moved=moved_replicated + moved,
         moved_scores=(4.5 if shape.fused_kernels else 15.0) * scores,
         replicated_moved=moved_replicated,

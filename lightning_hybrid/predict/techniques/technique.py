@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-if TYPE_CHECKING:
-    from lightning_hybrid.predict.candidates import Candidates
-    from lightning_hybrid.predict.layout import PlanLayout
-    from lightning_hybrid.predict.time import LayersOfRank, StepModel
+from lightning_hybrid.predict.hardware import Hardware
+
+# Made of techniques, or with them, so that their types are not here.
+Allowed: TypeAlias = Any
+Candidates: TypeAlias = Any
+LayerCosts: TypeAlias = Any
+LayerWork: TypeAlias = Any
+LayersOfRank: TypeAlias = Any
+Parameters: TypeAlias = Any
+PlanLayout: TypeAlias = Any
+StepModel: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,8 @@ class PlanTechnique:
         options: Options of the strategy that name one field of a layout each.
         short: Their words in ``--layout``, where these are others.
         none_is_set: Whether None of an option turns the technique off, and is not the default.
+        size: The field that is a number of ranks, if it has one.
+        routing_proof: A note of models that route tokens: plans with several such ranks are subject to a proof.
     """
 
     settings: ClassVar[Mapping[str, Any]] = {}
@@ -53,8 +62,18 @@ class PlanTechnique:
     options: ClassVar[Mapping[str, str]] = {}
     short: ClassVar[Mapping[str, str]] = {}
     none_is_set: ClassVar[bool] = False
+    size: ClassVar[str] = ""
+    routing_proof: ClassVar[str] = ""
 
     # Candidates
+
+    def permitted(self, allowed: Allowed, hardware: Hardware) -> Mapping[str, Any]:
+        """Return the limits that the hardware sets besides."""
+        return {}
+
+    def sizes(self, room: int, candidates: Candidates) -> Iterable[Mapping[str, Any]]:
+        """Return the fields of each number of ranks among ``room`` replicas and context ranks."""
+        return ({},)
 
     def frugal(self, layout: PlanLayout, candidates: Candidates) -> Mapping[str, Any]:
         """Return the fields of a mesh with which it is expected to take the least memory."""
@@ -69,7 +88,15 @@ class PlanTechnique:
         yield from ()
 
     def followed(self, layout: PlanLayout, candidates: Candidates) -> Mapping[str, Any]:
-        """Return the fields that follow from those of other techniques."""
+        """Return the fields that follow from other techniques."""
+        return {}
+
+    def rescues(self, layout: PlanLayout, candidates: Candidates) -> Iterator[Mapping[str, Any]]:
+        """Yield the fields to try where the most frugal layout of a mesh does not fit."""
+        yield from ()
+
+    def kept(self, best: PlanLayout) -> Mapping[str, Any]:
+        """Return the fields in which compared layouts of replicas alone are the chosen one."""
         return {}
 
     def of_replicas(self, layout: PlanLayout, candidates: Candidates) -> Iterator[Mapping[str, Any]]:
@@ -94,7 +121,35 @@ class PlanTechnique:
         """Whether gradients go through buckets to their shards."""
         return False
 
+    def routed_ranks(self, layout: PlanLayout) -> int:
+        """Return the ranks that share parameters among which tokens are routed."""
+        return 1
+
+    def keeps(self, layout: PlanLayout) -> str:
+        """Return what layers save for the backward: all ("none" is computed again), "selective", or "full"."""
+        return "none"
+
+    def elsewhere(self, layout: PlanLayout) -> Collection[str]:
+        """Return the terms of memory that are not on the device."""
+        return ()
+
     # Seconds
+
+    def forwards(self, layout: PlanLayout) -> int:
+        """Return how often the backward runs the forwards of layers that repeat."""
+        return 0
+
+    def repeated(self, layer: LayerCosts, layout: PlanLayout, work: LayerWork) -> Mapping[str, tuple[float, float]]:
+        """Return further seconds of a layer, and the part in which the device waits for kernels, by term."""
+        return {}
+
+    def layer_terms(self, step: StepModel, layer: LayerCosts, size: float, passes: int) -> dict[str, float]:
+        """Return the seconds of messages of a layer whose results have ``size`` bytes, in its forwards and backward."""
+        return {}
+
+    def optimizer_terms(self, step: StepModel, own: Parameters, stepped: float) -> dict[str, float] | None:
+        """Return the seconds of the optimizer's step on ``stepped`` parameters; None on the device."""
+        return None
 
     def replica_seconds(self, step: StepModel, layers: LayersOfRank, computed: float) -> float | None:
         """Return the seconds of messages between replicas beside computation; None for all-reduces of gradients."""
@@ -113,12 +168,12 @@ class PlanTechnique:
     def check(self, name: str, value: Any) -> None:
         """Refuse a value of an option that there is not, with a ``ValueError``."""
 
-    def value(self, field: str, value: Any, options: Mapping[str, Any]) -> Any:
-        """Return the value of a field that an option of the strategy sets."""
+    def value(self, value: Any, options: Mapping[str, Any]) -> Any:
+        """Return the value of the field that an option of the strategy sets."""
         return value
 
     def families(self, devices_per_node: int) -> Iterable[Family]:
-        """Return families of layouts, each of which needs a reason if no plan of it is chosen."""
+        """Return families of layouts; reports give a reason against each family without the chosen plan."""
         return ()
 
     def simplicity(self, layout: PlanLayout) -> Mapping[int, float]:

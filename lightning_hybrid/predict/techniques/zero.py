@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lightning_hybrid.predict.links import Shares, gather_seconds
-from lightning_hybrid.predict.techniques.technique import Family, PlanTechnique
-
-if TYPE_CHECKING:
-    from lightning_hybrid.predict.candidates import Candidates
-    from lightning_hybrid.predict.layout import PlanLayout
-    from lightning_hybrid.predict.time import LayersOfRank, StepModel
+from lightning_hybrid.predict.techniques.technique import (
+    Candidates,
+    Family,
+    LayersOfRank,
+    PlanLayout,
+    PlanTechnique,
+    StepModel,
+)
 
 
 class Zero(PlanTechnique):
@@ -46,7 +48,7 @@ class Zero(PlanTechnique):
             yield self._fields(layout, stage, candidates)
 
     def changes(self, layout: PlanLayout, candidates: Candidates) -> Iterator[Mapping[str, Any]]:
-        """Yield stages; shards over all replicas, over those of a node, or of eight nodes; both ways to reshard."""
+        """Yield stages; shards over all replicas, or over the replicas of one or eight nodes; both ways to reshard."""
         if layout.data > 1:
             for stage in candidates.allowed.zero_stages:
                 yield self._fields(layout, stage, candidates)

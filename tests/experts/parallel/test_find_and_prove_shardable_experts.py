@@ -172,7 +172,7 @@ def test_transformers_mixtures():
         costs = record_costs(
             pl, module, dict.fromkeys(("train_dataloaders", "val_dataloaders"), loader), "64-true"
         ).costs
-        assert {costs.experts} - {0} == {adapter.num_experts for adapter in found.adapters.values()}, name
-        assert all(layer.routed_tokens for layer in costs.layers if layer.expert_parameters)
+        assert {costs.routes} - {0} == {adapter.num_experts for adapter in found.adapters.values()}, name
+        assert all(layer.routed_tokens for layer in costs.layers if layer.routed_parameters)
     print(f"{len(shared)} of {len(shared) + len(others)}; not {', '.join(others)}")
     assert len(shared) >= 0.9 * (len(shared) + len(others))

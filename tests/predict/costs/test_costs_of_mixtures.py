@@ -13,12 +13,12 @@ from lightning_hybrid.experts.moe.upcycling import ListedExperts
 from lightning_hybrid.experts.parallel import adapters
 from lightning_hybrid.planning import costs as strategies_costs
 from lightning_hybrid.planning.costs import record_costs
-from lightning_hybrid.predict.costs.layers import EXPERT_PROOF
 from lightning_hybrid.predict.costs.transformer import costs_from_config
 from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.layout import PlanLayout, number_format_of
 from lightning_hybrid.predict.memory import predict_memory
 from lightning_hybrid.predict.search import search_layouts
+from lightning_hybrid.predict.techniques.experts import ROUTING_PROOF
 from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 from lightning_hybrid.step.recording import recorder
 from models.expert_modules import SwappedNames
@@ -151,15 +151,15 @@ def test_recorded_mixtral_costs_what_its_configuration_does(implementation, size
     config, module = mixtral(implementation, sizes)
     expected = costs_from_config(config.to_dict(), config.max_position_embeddings)
     costs = record_costs(pl, module, {}, "32-true").costs
-    assert (costs.experts, costs.heads, costs.key_value_heads) == (
-        *(expected.experts, expected.heads, expected.key_value_heads),
+    assert (costs.routes, costs.heads, costs.key_value_heads) == (
+        *(expected.routes, expected.heads, expected.key_value_heads),
     )
     assert costs.parameters == pytest.approx(expected.parameters, rel=0.03)
     assert costs.flops == pytest.approx(expected.flops, rel=0.03)
     layer = expected.layers[1]
     found = [each for each in costs.single_layers() if each.routed_tokens]
-    assert [(each.expert_parameters, each.routed_tokens) for each in found] == layer.count * [
-        (layer.expert_parameters, layer.routed_tokens)
+    assert [(each.routed_parameters, each.routed_tokens) for each in found] == layer.count * [
+        (layer.routed_parameters, layer.routed_tokens)
     ]
     of_experts = [product.flops for product in found[-1].products][-2:]
     assert of_experts == [product.flops for product in layer.products][-2:]
@@ -223,8 +223,8 @@ def test_loops_over_experts_are_recorded_without_values(monkeypatch):
 def test_experts_of_hand_written_layers(build, experts, rows, of_one):
     costs = recorded(Layers(build))
     layers = [layer for layer in costs.single_layers() if layer.routed_tokens]
-    assert costs.experts == experts and EXPERT_PROOF in costs.notes
-    assert [(layer.routed_tokens, layer.expert_parameters) for layer in layers] == 2 * [(rows, experts * of_one)]
+    assert costs.routes == experts and ROUTING_PROOF in costs.notes
+    assert [(layer.routed_tokens, layer.routed_parameters) for layer in layers] == 2 * [(rows, experts * of_one)]
     matrices = of_one - (INNER + WIDTH if of_one == WITH_BIASES else 0)
     products = [product for product in layers[0].products if product.rows == rows and product.columns > experts]
     assert sum(product.flops for product in products) == 2 * rows * matrices
@@ -237,11 +237,11 @@ def test_experts_of_transformers(case, experts, top_k):
     pytest.importorskip("transformers")
     costs = recorded(case().model)
     layers = [layer for layer in costs.single_layers() if layer.routed_tokens]
-    assert costs.experts == experts and {layer.routed_tokens for layer in layers} == {top_k * TOKENS}
+    assert costs.routes == experts and {layer.routed_tokens for layer in layers} == {top_k * TOKENS}
     names = [name for name, _ in case().named_parameters()]
     of_experts = [name for name in names if ".mlp.experts." in name]
     sizes = dict(case().named_parameters())
-    assert sum(layer.expert_parameters for layer in layers) == sum(sizes[name].numel() for name in of_experts)
+    assert sum(layer.routed_parameters for layer in layers) == sum(sizes[name].numel() for name in of_experts)
 
 
 class Stacked(nn.Module):
@@ -285,8 +285,8 @@ class ThreeProducts(OtherNames):
 def test_loops_over_stacked_experts(build, of_one):
     costs = recorded(Layers(lambda: Stacked(build)))
     layers = [layer for layer in costs.single_layers() if layer.routed_tokens]
-    assert costs.experts == 4
-    assert [(layer.expert_parameters, layer.routed_tokens) for layer in layers] == 2 * [(4 * of_one, 2 * TOKENS)]
+    assert costs.routes == 4
+    assert [(layer.routed_parameters, layer.routed_tokens) for layer in layers] == 2 * [(4 * of_one, 2 * TOKENS)]
     router = 2 * TOKENS * WIDTH * 4
     assert [layer.flops for layer in layers] == pytest.approx(2 * [4 * TOKENS * of_one + router])
 
@@ -294,7 +294,7 @@ def test_loops_over_stacked_experts(build, of_one):
 def test_different_numbers_of_experts_have_a_common_divisor():
     numbers = iter([4, 6])
     costs = recorded(Layers(lambda: LoopedExperts(next(numbers))))
-    assert costs.experts == 2
+    assert costs.routes == 2
 
 
 class Tower(nn.Module):
@@ -329,8 +329,8 @@ class EarlyExit(nn.Module):
 @pytest.mark.parametrize("build", [Tower, EarlyExit])
 def test_lists_that_are_no_experts(build):
     costs = recorded(Layers(build))
-    assert costs.experts == 0 and EXPERT_PROOF not in costs.notes
-    assert not any(layer.expert_parameters or layer.routed_tokens for layer in costs.layers)
+    assert costs.routes == 0 and ROUTING_PROOF not in costs.notes
+    assert not any(layer.routed_parameters or layer.routed_tokens for layer in costs.layers)
 
 
 def test_tied_experts_are_no_experts():
@@ -338,7 +338,7 @@ def test_tied_experts_are_no_experts():
     model = Layers(LoopedExperts)
     first, second = (layer.inner.experts[0] for layer in model.layers)
     first.up.weight = second.up.weight
-    assert recorded(model).experts == 0
+    assert recorded(model).routes == 0
 
 
 def test_experts_of_a_registered_adapter(monkeypatch):
@@ -372,7 +372,7 @@ def test_experts_of_a_registered_adapter(monkeypatch):
     monkeypatch.setattr(adapters, "_ADAPTERS", list(adapters._ADAPTERS))
     register_experts(Adapter)
     costs = recorded(Layers(Routed))
-    assert costs.experts == 4 and {layer.routed_tokens for layer in costs.layers} == {0.0, TOKENS}
+    assert costs.routes == 4 and {layer.routed_tokens for layer in costs.layers} == {0.0, TOKENS}
 
 
 def test_plans_have_expert_ranks_and_say_why_not():
