@@ -292,21 +292,21 @@ def memory_of(rank: RankMemory) -> dict[str, int | None]:
 
     The total is that of memory: without what is offloaded to files, or from a GPU to the host.
     """
-    sizes = {kind: size for kind, size in dataclasses.asdict(rank).items() if kind != "offloaded"}
+    sizes = {kind: size for kind, size in dataclasses.asdict(rank).items() if kind != "places"}
     return {**sizes, "total": rank.total}
 
 
 def memory_rows(
-    head: Sequence[str], ranks: Mapping[Any, Mapping[str, int | None]], offloaded: Mapping[str, str]
+    head: Sequence[str], ranks: Mapping[Any, Mapping[str, int | None]], places: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
     """Return the table of estimated bytes by kind.
 
     Args:
         head: Above the cells that name a rank.
         ranks: What `memory_of` returns of each, by these cells.
-        offloaded: Where a kind is, if not in memory of the compute device.
+        places: Where a kind is, if not in memory of the compute device.
     """
-    names = (kind.replace("_", " ") + (f" ({where})" if (where := offloaded.get(kind)) else "") for kind in _KINDS)
+    names = (kind.replace("_", " ") + (f" ({where})" if (where := places.get(kind)) else "") for kind in _KINDS)
     rows: list[tuple[str, ...]] = [(*head, *names)]
     for cells, sizes in ranks.items():
         rows.append((*cells, *("unknown" if (size := sizes[kind]) is None else f"{size:,}" for kind in _KINDS)))

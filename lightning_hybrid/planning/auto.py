@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.callbacks.lost_time.files import path_of_measured_costs
+from lightning_hybrid.memory.amounts import parse_budget
 from lightning_hybrid.memory.free import free_on_host
-from lightning_hybrid.memory.recompute.amounts import parse_budget
 from lightning_hybrid.planning.costs import (
     RecordedCosts,
     first_line,

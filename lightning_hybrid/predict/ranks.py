@@ -65,7 +65,7 @@ class RankMemory:
         gathered: By ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet.
         working: During a step, besides these: of the layer that runs, and of the optimizer's step.
         messages: During a step, besides these: of values and gradients that are sent or received.
-        offloaded: Where a kind is that does not take memory of the compute device; other kinds are left out.
+        places: Where a kind is that does not take memory of the compute device; other kinds are left out.
     """
 
     parameters: int
@@ -75,7 +75,7 @@ class RankMemory:
     gathered: int = 0
     working: int = 0
     messages: int = 0
-    offloaded: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, Place] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -89,7 +89,7 @@ class RankMemory:
 
     def sizes_in(self, place: Place | None) -> dict[str, int | None]:
         """Return the bytes of parameters, gradients and optimizer states in a place; None is the compute device."""
-        return {kind: getattr(self, kind) for kind in KINDS[:3] if self.offloaded.get(kind) == place}
+        return {kind: getattr(self, kind) for kind in KINDS[:3] if self.places.get(kind) == place}
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The memory of both; unknown where either is."""
@@ -101,7 +101,7 @@ class RankMemory:
             self.gathered + other.gathered,
             max(self.working, other.working),  # of a rank, which runs one stage at a time
             max(self.messages, other.messages),
-            {**self.offloaded, **other.offloaded},
+            {**self.places, **other.places},
         )
 
 
@@ -112,7 +112,7 @@ def estimate_rank_memory(
     working: int = 0,
     messages: int = 0,
     footprint: Footprint | None = None,
-    offloaded: Mapping[str, Place] | None = None,
+    places: Mapping[str, Place] | None = None,
 ) -> RankMemory:
     """Estimate the memory of one rank, or of one of its stages.
 
@@ -123,7 +123,7 @@ def estimate_rank_memory(
         messages: Bytes of values and gradients that are sent or received.
         footprint: Bytes of parameters and of gradients between steps, and of what is gathered in a step, if not all of
             the former two is here at all times.
-        offloaded: Where "parameters", "gradients" or "optimizer_states" are, if not on the compute device.
+        places: Where "parameters", "gradients" or "optimizer_states" are, if not on the compute device.
     """
     members = list(parameters)
     trained = [each for each in members if each.is_trained]
@@ -136,7 +136,7 @@ def estimate_rank_memory(
         activations=activations,
         working=working,
         messages=messages,
-        offloaded=offloaded or {},
+        places=places or {},
     )
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
+from lightning_hybrid.memory.amounts import parse_budget
 from lightning_hybrid.memory.free import free_bytes
-from lightning_hybrid.memory.recompute.amounts import parse_budget
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import Policy, Recompute, is_selective, layer_policies

@@ -8,7 +8,7 @@ from torch import nn
 
 from harness.live_storages import LiveStorages
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.recompute.amounts import Budget, parse_budget
+from lightning_hybrid.memory.amounts import Budget, parse_budget
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import layer_policies

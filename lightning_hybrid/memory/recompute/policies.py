@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.recompute.amounts import SPELLINGS, parse_budget
+from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]

@@ -101,7 +101,7 @@ def _local(run: Run, *, sharded: bool = True) -> Iterator[tuple[str, Any, tuple[
 
 def _average_messages(run: Run) -> Iterator[Messages]:
     mesh, plan = run.mesh, run.plan
-    experts, sharded = run.names_over("ep"), run.parts.names
+    divided, sharded = run.names_over("ep"), run.parts.names
     reducers: dict[tuple[str, Any], list[tuple[torch.dtype, int, Any]]] = {}
     for name, parameter, shape in _local(run):
         if not parameter.requires_grad:
@@ -111,7 +111,7 @@ def _average_messages(run: Run) -> Iterator[Messages]:
         if plan is not None and plan.is_partitioned:
             stage, ranks = stage_of_gradient(plan, name), plan.ranks_of(name)
         copies = mesh.size("data") > 2 and (len(ranks) > 1 or (mesh.size("tp") > 1 and name not in sharded))
-        group = "ep_replicate" if name in experts else "data"
+        group = "ep_replicate" if name in divided else "data"
         numel = torch.Size(shape).numel()
         reducers.setdefault((group, stage), []).append(
             (parameter.dtype, numel, (ranks, name not in sharded) if copies else None)

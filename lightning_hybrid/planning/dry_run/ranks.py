@@ -19,15 +19,13 @@ from lightning_hybrid.planning.dry_run.messages import (
     sent_by_axis,
 )
 from lightning_hybrid.planning.dry_run.tensor import TensorUnits
-from lightning_hybrid.planning.dry_run.world import run_of_rank
+from lightning_hybrid.planning.dry_run.world import routes_tokens, run_of_rank
 from lightning_hybrid.planning.plan import PlanRequest, RunPlan, make_plan
 from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.schedule.program import Program
 from lightning_hybrid.step.standins.tensors import full_shape
-from lightning_hybrid.techniques.experts import ExpertParallel
-from lightning_hybrid.techniques.tensor import TensorParallel
 from lightning_hybrid.tensor.search.unit import NOT_SEARCHED
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
@@ -91,8 +89,7 @@ class _Described:
         self._memories: dict[tuple[int, ...], list[RankMemory]] = {}
         self._with_shapes = with_shapes
         self._program: Program | None = program_of(run, self._count)
-        experts = run.technique(ExpertParallel)
-        self._units = TensorUnits(run, run.technique(TensorParallel), {} if experts is None else experts.widths)
+        self._units = TensorUnits(run)
         is_recorded = run.is_pipelined and run.plan is not None and run.plan.first is not None
         self._assignment = run.plan.first.assignment if is_recorded else planned.recorded  # type: ignore[union-attr]
 
@@ -181,7 +178,7 @@ class _Described:
                 "sequences are sharded between layers: their messages are an estimate, counted as if each layer got and"
                 " gave full sequences"
             )
-        if layout.expert_parallel_size > 1:
+        if routes_tokens(layout):
             found.append("tokens that are sent to experts are not counted: the router decides on them")
         return found
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from lightning_hybrid.memory.recompute.policies import Policy
 from lightning_hybrid.params.placement import shard_tensor
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.techniques.experts import ExpertTensorRanks
+from lightning_hybrid.techniques.experts import ExpertParallel, ExpertTensorRanks
 from lightning_hybrid.techniques.technique import Messages, Operation
 from lightning_hybrid.techniques.tensor import TensorParallel
 from lightning_hybrid.tensor.collectives import Collective, CountedRanks
@@ -35,11 +34,10 @@ class TensorUnits:
         unmeasured: FQNs of units that do not run on meta tensors, each with the error.
     """
 
-    def __init__(
-        self, run: Run, planner: TensorParallel | None, widths: Mapping[str, WidthSharding] = MappingProxyType({})
-    ) -> None:
-        """Take a planned run, the planner that has recorded its calls, and how experts are sharded by FQN."""
-        self._widths = widths
+    def __init__(self, run: Run) -> None:
+        """Take a planned run, whose calls are recorded."""
+        planner, experts = run.technique(TensorParallel), run.technique(ExpertParallel)
+        self._widths: Mapping[str, WidthSharding] = {} if experts is None else experts.widths
         self._run, self.unmeasured = run, dict[str, str]()
         self._plans = run.plans
         self._calls: Mapping[str, Any] = {} if planner is None else planner.planned_calls.arguments

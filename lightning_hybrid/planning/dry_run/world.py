@@ -18,6 +18,11 @@ from lightning_hybrid.run.run import Run
 _EXPERT_AXES = ("ep", "ep_shard", "ep_outer", "ep_replicate")
 
 
+def routes_tokens(layout: ParallelLayout) -> bool:
+    """Whether ranks share experts, to which tokens are sent."""
+    return layout.expert_parallel_size > 1
+
+
 @dataclasses.dataclass(frozen=True)
 class RanksOfGroup:
     """A process group as data, for code that asks for its size and for the place of this rank.
@@ -64,7 +69,7 @@ class MeshOfRank:
         """Build the mesh of a rank on fake process groups; there must be no others."""
         with fake_ranks(layout.world_size, rank):
             mesh = Mesh.build(layout, "cpu")
-            axes = [*AXES, *FLATTENED, *(_EXPERT_AXES if layout.expert_parallel_size > 1 else ())]
+            axes = [*AXES, *FLATTENED, *(_EXPERT_AXES if routes_tokens(layout) else ())]
             groups = {}
             for axis in axes:
                 ranks = tuple(dist.get_process_group_ranks(mesh.group(axis)))

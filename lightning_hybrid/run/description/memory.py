@@ -71,7 +71,7 @@ def memory_of_stages(
             footprint=next(
                 (footprint for each in run.techniques if (footprint := each.footprint(run, of_stage)) is not None), None
             ),
-            offloaded=places_of(setting.options.offloaded, setting.device),
+            places=places_of(setting.options.offloaded, setting.device),
         )
         for of_stage, activations, work, exchanged in zip(
             members,

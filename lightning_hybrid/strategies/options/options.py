@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.batch.split import BatchSplitter
 from lightning_hybrid.errors import BatchError, LayoutError
-from lightning_hybrid.memory.recompute.amounts import SPELLINGS, parse_budget
+from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank

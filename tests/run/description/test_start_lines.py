@@ -164,12 +164,12 @@ STATES = RankMemory(50 * MB, 50 * MB, 100 * MB, None, 200 * MB)
             " (200 MB gathered by ZeRO); the first step measures activations",
         ),
         (
-            replace(STATES, activations=MB, offloaded={"parameters": "files", "optimizer_states": "files"}),
+            replace(STATES, activations=MB, places={"parameters": "files", "optimizer_states": "files"}),
             "50 MB between steps (50 MB gradients), 251 MB within a step (200 MB gathered by ZeRO + 1 MB activations in"
             " flight); in files 150 MB (50 MB parameters + 100 MB optimizer states)",
         ),
         (
-            replace(STATES, gathered=0, activations=MB, offloaded={"optimizer_states": "host"}),
+            replace(STATES, gathered=0, activations=MB, places={"optimizer_states": "host"}),
             "101 MB = 50 MB parameters + 50 MB gradients + 1 MB activations in flight; on the host 100 MB"
             " (100 MB optimizer states)",
         ),
