@@ -22,7 +22,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import LayoutError, PlanError
 from lightning_hybrid.experts import MoE
 from lightning_hybrid.planning import auto
-from lightning_hybrid.predict.costs.layers import EXPERT_PROOF
+from lightning_hybrid.predict.techniques.experts import ROUTING_PROOF
 from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies.options import auto_sizes
@@ -362,9 +362,9 @@ def test_expert_ranks_are_planned(monkeypatch):
     monkeypatch.setattr(auto, "rank_zero_info", said.append)
     options = plan_on(monkeypatch, 2, 16e9, Mixture(512), objective="throughput", **EXPERTS_ALONE)
     assert options == {"context_parallel_size": 1, "expert_parallel_size": 2}
-    assert "dp=2,ep=2" in said[0] and EXPERT_PROOF in said[0]
+    assert "dp=2,ep=2" in said[0] and ROUTING_PROOF in said[0]
     options = plan_on(monkeypatch, 2, 16e9, Mixture(512), **{**EXPERTS_ALONE, "max_memory": "2GB"})
-    assert options["expert_parallel_size"] == 1 and EXPERT_PROOF not in said[1]
+    assert options["expert_parallel_size"] == 1 and ROUTING_PROOF not in said[1]
 
 
 PLANNED_FIT = """

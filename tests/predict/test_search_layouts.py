@@ -51,10 +51,10 @@ def layouts(devices, batch, costs):
                         continue
                     shard = data if zero else 1
                     yield PlanLayout(
-                        pipeline,
-                        data // shard,
-                        shard,
-                        tensor,
+                        pipeline=pipeline,
+                        replicate=data // shard,
+                        shard=shard,
+                        tensor=tensor,
                         schedule=schedule,
                         stages_per_rank=stages,
                         microbatch=microbatch,
