@@ -59,9 +59,7 @@ def test_zero_stages():
 
 def test_offloaded_states_are_not_in_the_memory_of_the_device():
     places = {"parameters": "files", "optimizer_states": "host"}
-    rank = estimate_rank_memory(
-        [parameter(400)], 7, footprint=zero(3).footprint(None, [parameter(400)]), places=places
-    )
+    rank = estimate_rank_memory([parameter(400)], 7, footprint=zero(3).footprint(None, [parameter(400)]), places=places)
     assert (rank.parameters, rank.gradients, rank.optimizer_states, rank.gathered) == (100, 100, 200, 800)
     assert rank.between_steps == 100 and rank.total == 100 + 800 + 7
     assert (rank + rank).total == 2 * rank.total
