@@ -17,7 +17,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#4c78a8", "#f58518", "#54a24b", "#e457
 _DPI = 200
 _PLOTS = (".png", ".svg", ".pdf")
 
-Series = dict[str, list[tuple[int, float]]]  # (optimizer step, value) by the name of the metric
+Series = dict[str, list[tuple[int, float]]]  # (step, value) by the name of the metric
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ def log_picture(loggers: Sequence[Any], name: str, draw: Callable[[], Any], step
         loggers: Of the Trainer.
         name: The key of the image.
         draw: Returns a matplotlib figure; called if a logger takes it.
-        step: The optimizer step.
+        step: Its number.
     """
     senders = []
     for logger in loggers:

@@ -28,6 +28,7 @@ from lightning_hybrid.callbacks.lost_time.files import costs_of, write_lost_time
 from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps, metrics_of
 from lightning_hybrid.callbacks.monitors.holders import PeakMeter
 from lightning_hybrid.callbacks.monitors.memory import MemoryMonitor
+from lightning_hybrid.callbacks.steps import step_of, steps_done
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.patching import around
 from lightning_hybrid.predict.costs.layers import checksum_of_names
@@ -61,7 +62,7 @@ class PipelineTimeline(Callback):
         path: where the picture goes; its suffix, ".svg" or ".png", says which kind (PNG needs matplotlib). A path that
             ends in ".json" receives a Chrome trace, for ui.perfetto.dev or chrome://tracing. Or a list of paths. With
             `every_n_steps` the step's number is put before the suffix.
-        step: the optimizer step to measure, counted from 1; the first ones are slower than the others. In a run that
+        step: the step to measure, counted from 1; the first ones are slower than the others. In a run that
             resumes after that step it counts from the start of the run, unless `every_n_steps` measures later ones.
         every_n_steps: interval of further steps to measure.
         ranks: which ranks to draw: "first" for the first pipeline, "all", or those with these coordinates, by "data",
@@ -111,7 +112,7 @@ class PipelineTimeline(Callback):
         self._undo = contextlib.ExitStack()
         self._batch_size: int | None = None
         self.step, self.every_n_steps, self.ranks = step, every_n_steps, ranks
-        self._last_step = self._wanted_step = 0
+        self._wanted_step = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without what belongs to a run."""
@@ -149,7 +150,8 @@ class PipelineTimeline(Callback):
         Raises:
             ValueError: The run does not have the selected ranks.
         """
-        self._last_step, self._model.first_step = trainer.global_step, trainer.global_step + 1
+        done = steps_done(trainer)
+        self._model.first_step = done + 1
         strategy: Any = trainer.strategy
         if not _is_recorded(strategy):
             rank_zero_info(
@@ -164,17 +166,18 @@ class PipelineTimeline(Callback):
         self._undo.callback(record_input_waits(trainer))
         check_ranks(self.ranks, strategy.layout)
         self._wanted_step = self.step
-        if trainer.global_step >= self.step and self.every_n_steps is None:
-            self._wanted_step += trainer.global_step
+        if done >= self.step and self.every_n_steps is None:
+            self._wanted_step += done
             rank_zero_info(
                 f"PipelineTimeline: the run starts after step={self.step}, so it draws step {self._wanted_step}"
             )
-        self._prepare(strategy, trainer.global_step + 1)
+        self._prepare(strategy, done + 1)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Records that the batch has come, and begins to measure memory."""
         if _is_recorded(trainer.strategy):
-            if self._is_wanted(trainer.global_step + 1):
+            step = step_of(trainer)
+            if step.begins and self._is_wanted(step.number):
                 with only_informs(_WHAT):
                     self._model.begin_step(trainer)
             trainer.strategy.recorder.end_input()  # type: ignore[attr-defined]
@@ -183,9 +186,8 @@ class PipelineTimeline(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measures the step that has just ended, if it was requested; collective."""
-        step, strategy = trainer.global_step, trainer.strategy
-        is_new, self._last_step = step > self._last_step, step  # batches that are only accumulated end no step
-        if not (is_new and _is_recorded(strategy)):
+        (step, _, ends, _), strategy = step_of(trainer), trainer.strategy
+        if not (ends and _is_recorded(strategy)):
             return
         if self._is_wanted(step):
             self._model.end_step(trainer, batch)
@@ -203,9 +205,10 @@ class PipelineTimeline(Callback):
         self._undo.close()
         if self._steps.steps:
             self._summarize(trainer)
-        if _is_recorded(trainer.strategy) and trainer.global_step < self._wanted_step:
+        done = steps_done(trainer)
+        if _is_recorded(trainer.strategy) and done < self._wanted_step:
             rank_zero_warn(
-                f"PipelineTimeline wrote no picture: training ended after step {trainer.global_step}, before step"
+                f"PipelineTimeline wrote no picture: training ended after step {done}, before step"
                 f" {self._wanted_step}; set a smaller step"
             )
 

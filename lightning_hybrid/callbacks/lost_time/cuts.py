@@ -37,7 +37,7 @@ class RebalancedCuts:
         Args:
             strategy: Of the run.
             steps: Those measured so far; of the first rank.
-            step: The latest step of the optimizer.
+            step: The latest one.
         """
         plan = strategy.run.plan
         before = self.pending

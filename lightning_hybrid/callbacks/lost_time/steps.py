@@ -41,7 +41,7 @@ _MOST_STEPS = 100  # the latest ones; each has the times of all its actions
 class AnalyzedStep:
     """One measured step."""
 
-    step: int  # of the optimizer, counted from 1
+    step: int  # counted from 1
     lost: LostTime  # its time by cause
     columns: Mapping[str, Sequence[int]]  # numbers of the lanes, by heading
     pipelines: tuple[Timeline, ...]  # the actions of each pipeline, without the optimizer's
