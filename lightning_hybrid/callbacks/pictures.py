@@ -142,16 +142,10 @@ def write_picture(svg: str, path: Path) -> None:
 
 
 def log_picture(loggers: Sequence[Any], name: str, draw: Callable[[], Any], step: int) -> None:
-    """Sends a picture to the loggers that take images.
+    """Sends a picture to the loggers that take images; ``draw`` makes the matplotlib figure if there are any.
 
     These are loggers with ``log_image(key, images, step)``, as that of Weights & Biases, and those whose ``experiment``
     has ``add_image``, as that of TensorBoard. They receive pixels [height, width, 3] of uint8.
-
-    Args:
-        loggers: Of the Trainer.
-        name: The key of the image.
-        draw: Returns a matplotlib figure; called if a logger takes it.
-        step: Its number.
     """
     senders = []
     for logger in loggers:

@@ -147,22 +147,14 @@ def _smoothed(values: list[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Panel:
-    """Series of one unit.
+    """Series of one unit."""
 
-    Attributes:
-        units: Labels of the axis; each unit is ``base`` times the one before, and the largest is taken that is at most
-            the largest value.
-        series: Label and colour by the name of the metric.
-        base: As above.
-        scale: Factor of the values.
-        is_logarithmic: Whether the axis is.
-    """
-
+    # labels of the axis; the largest unit is taken that is at most the largest value
     units: Sequence[str]
-    series: Mapping[str, tuple[str, str]]
-    base: int = 1000
-    scale: float = 1.0
-    is_logarithmic: bool = False
+    series: Mapping[str, tuple[str, str]]  # label and colour by the name of the metric
+    base: int = 1000  # each unit is so many times the one before
+    scale: float = 1.0  # factor of the values
+    is_logarithmic: bool = False  # whether the axis is
 
     def of(self, logged: Series) -> Series:
         """Return the series that were logged, in the order of this panel."""

@@ -90,16 +90,10 @@ def namespace_of(module: Any) -> ModuleType:
 def run_once(
     experiment: Experiment, connection: Connection, *, perturbation: float = 0.0, only_first_step: bool = False
 ) -> RunRecord:
-    """Run an experiment once on this rank; a rank that fails while others still run raises its error.
+    """Run an experiment once on this rank, and record it; a failure is recorded too.
 
-    Args:
-        experiment: The run.
-        connection: Makes the strategy.
-        perturbation: Relative size of the noise that is added to the weights before the first step.
-        only_first_step: End after one batch, without validation.
-
-    Returns:
-        The record of this rank; a failure is recorded there, and not raised.
+    The relative size ``perturbation`` of noise is added to the weights before the first step; ``only_first_step`` ends
+    after one batch, without validation.
 
     Raises:
         RuntimeError: This rank failed and others still run.
@@ -286,12 +280,9 @@ def fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
 
 
 def saved_values(path: str, module: nn.Module, optimizers: list[Any]) -> dict[str, Tensor]:
-    """Tensors and numbers of a checkpoint, of any shapes, by what they are.
+    """Tensors and numbers of the file of a checkpoint, of any shapes, by what they are.
 
-    Args:
-        path: The file.
-        module: The module that was saved, whose FQNs name the states of its parameters.
-        optimizers: Those that were saved.
+    FQNs of the module name the states of its optimizers.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=False)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

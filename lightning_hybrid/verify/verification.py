@@ -161,13 +161,9 @@ class Verification:
         timeout: float = 300.0,
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Set up the verification.
+        """Set up the verification; ``run`` starts processes by default, ``timeout`` has the most seconds of a run.
 
-        Args:
-            experiment: The run.
-            run: Runs functions on ranks; starts processes by default.
-            timeout: Maximum seconds per run.
-            on_phase: Receives the name of each run as it begins.
+        ``on_phase`` receives the name of each run as it begins.
         """
         self.experiment = experiment
         self._on_phase = on_phase

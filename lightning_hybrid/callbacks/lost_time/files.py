@@ -33,11 +33,7 @@ def write_measured_costs(
 ) -> Path | None:
     """Write the measured costs into the folder of checkpoints; return the path, or None if there is no local one.
 
-    Args:
-        trainer: Of the run.
-        steps: At least one.
-        batch_size: Samples of a replica's batch; None if unknown.
-        **measured: Further fields of `MeasuredCosts`: the model, its memory and the first step of the run.
+    ``batch_size`` has the samples of a replica's batch, ``measured`` further fields of `MeasuredCosts`.
     """
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder is None or "://" in str(folder):

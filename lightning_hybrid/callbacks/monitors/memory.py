@@ -276,16 +276,9 @@ def explain_out_of_memory(
     saved_by_layer: Mapping[str, int],
     num_largest: int,
 ) -> str:
-    """Describe what holds memory on this rank when an allocation has failed.
+    """Describe what holds memory on this rank when an allocation has failed, ``num_largest`` of each kind.
 
-    Args:
-        error: With its traceback.
-        module: The user's module.
-        holders: Parameters, gradients and optimizer states on this rank's device.
-        rank: Global rank.
-        predicted: Memory of this rank by its plan, if it is known.
-        saved_by_layer: Bytes that each layer saves for the backward of one microbatch, where the step is recorded.
-        num_largest: How many of each kind to name.
+    ``saved_by_layer`` has the bytes that each layer saves for the backward of one microbatch of a recorded step.
     """
     sums = bytes_by_kind(holders)
     lines = [f"out of memory on rank {rank}{_location(error, module)}; tensors that it holds:"]

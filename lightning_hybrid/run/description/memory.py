@@ -41,11 +41,7 @@ def memory_of_stages(
 ) -> list[RankMemory]:
     """Estimate the memory of each stage on the rank that holds it; one estimate for all where there are no stages.
 
-    Args:
-        run: Built, or only planned.
-        optimizers: Of the Trainer; their parameters may be absent.
-        num_microbatches: Of a batch of one replica.
-        recorded: The step whose activations are counted; that of the run's stages if None.
+    ``recorded`` is the step whose activations are counted, in place of that of the run's stages.
     """
     setting, stages = run.setting, _Stages(run)
     sizes = [StateSizes(optimizer, **setting.sizes_of_states) for optimizer in optimizers]
@@ -103,12 +99,7 @@ def _of_gradient_messages(members: Sequence[ParameterOnRank], run: Run) -> int:
 
 
 def places_of(offloaded: Mapping[str, str], device: torch.device) -> dict[str, Place]:
-    """Return where offloaded kinds of state are; without those on the host where that is the compute device.
-
-    Args:
-        offloaded: "cpu" or "disk:PATH" by kind.
-        device: The compute device.
-    """
+    """Return where offloaded kinds of state are; without those on the host where that is the compute device."""
     places: dict[str, Place] = {what: "host" if where == "cpu" else "files" for what, where in offloaded.items()}
     return {what: place for what, place in places.items() if place == "files" or device.type != "cpu"}
 
@@ -211,15 +202,10 @@ def _assignment(run: Run) -> Assignment | None:
 
 
 class ExpectedRecomputation(NamedTuple):
-    """What a budget is expected to choose.
+    """What a budget is expected to choose."""
 
-    Attributes:
-        memory: Of each stage.
-        shares: Of the bytes that layers would save, by pipeline rank: the part that is recomputed.
-    """
-
-    memory: list[RankMemory]
-    shares: list[float]
+    memory: list[RankMemory]  # of each stage
+    shares: list[float]  # of the bytes that layers would save, by pipeline rank: the part that is recomputed
 
     def __str__(self) -> str:
         """The shares in words."""
@@ -235,11 +221,7 @@ def expected_recomputation(
 ) -> ExpectedRecomputation | None:
     """Return what a budget is expected to choose; None where the activations or the free memory are not known.
 
-    Args:
-        budget: Of each rank; a share of the free memory is that of this rank.
-        floor: The memory of each stage whose layers keep nothing.
-        full: The same without recomputation.
-        rank_of: The pipeline rank of a stage.
+    ``floor`` is the memory of each stage whose layers keep nothing, ``full`` that without recomputation.
     """
     saved = [(low.activations, high.activations) for low, high in zip(floor, full, strict=True)]
     known = [(low, high) for low, high in saved if low is not None and high is not None]

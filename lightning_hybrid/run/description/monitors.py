@@ -12,12 +12,7 @@ from lightning_hybrid.soft_failures import only_informs
 
 
 def connect_monitors(run: Run, graph: StepGraph | None) -> None:
-    """Tell the monitors of the Trainer what the plan of a run says.
-
-    Args:
-        run: Built.
-        graph: Of the training step, if layers were planned by one.
-    """
+    """Tell the monitors of the Trainer what the plan of a run says; layers may be planned by a ``graph``."""
     trainer: Any = run.setting.trainer
     if run.is_pipelined and run.plan is not None and run.plan.first is not None:
         graph = run.plan.first.recording.graph

@@ -51,17 +51,11 @@ FILE_NAME = "hybrid3d_layout.txt"
 
 @dataclasses.dataclass(frozen=True)
 class StartTable:
-    """Lines that are printed when a run starts.
+    """Lines that are printed when a run starts."""
 
-    Attributes:
-        layout: The layout, the batches and the parameters.
-        details: A row per stage, and the plans of layers.
-        rest: Memory, means and techniques.
-    """
-
-    layout: Sequence[str]
-    details: Sequence[str]
-    rest: Sequence[str]
+    layout: Sequence[str]  # the layout, the batches and the parameters
+    details: Sequence[str]  # a row per stage, and the plans of layers
+    rest: Sequence[str]  # memory, means and techniques
 
     def __str__(self) -> str:
         """All lines."""
@@ -78,12 +72,7 @@ class StartTable:
 
 
 def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
-    """Return the start table: sizes, stages, messages, and what each technique found.
-
-    Args:
-        run: Built, or only planned.
-        optimizers: Of the Trainer, in a run that trains.
-    """
+    """Return the start table: sizes, stages, messages, and what each technique found."""
     setting = run.setting
     options, layout = setting.options, setting.layout
     first = run.plan.first.assignment if run.plan is not None and run.plan.first is not None else None
@@ -132,11 +121,7 @@ def _expected_memory(
 
 
 def describe_techniques(run: Run) -> list[str]:
-    """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any.
-
-    Args:
-        run: Built, or only planned.
-    """
+    """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any."""
     setting = run.setting
     options, lines = setting.options, []
     lines += [line for technique in run.techniques for line in technique.lines(run)]
@@ -224,9 +209,7 @@ def _units(assignment: Assignment, stage: int) -> str:
 def announce_run(run: Run, *, with_environment: bool) -> None:
     """Print what a run does under its layout; on the first rank only, without any communication.
 
-    Args:
-        run: With optimizers, if it trains.
-        with_environment: Whether to print the ranks, the precision and the versions, which no layout changes.
+    ``with_environment`` adds the ranks, the precision and the versions, which no layout changes.
     """
     setting = run.setting
     if setting.world.mesh.rank:
