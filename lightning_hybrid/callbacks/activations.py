@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_hybrid.callbacks.pictures import is_wanted
+from lightning_hybrid.callbacks.pictures import is_wanted, sum_over_ranks
 from lightning_hybrid.callbacks.steps import step_of
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.memory.saved_activations.requests import Compression, Fraction, Offload
@@ -120,11 +120,9 @@ class ActivationCompression(_Storing):
         """Logs the measurement, if there was one; collective."""
         if (activations := self._measured(trainer)) is None:
             return
-        strategy: Any = trainer.strategy
         counts = activations.bytes
         values = [counts.saved, counts.on_device, *activations.error.sums]
-        total = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
-        strategy.mesh.all_reduce(total, "world")
+        total = sum_over_ranks(torch.tensor(values, dtype=torch.float64), trainer.strategy)
         saved, on_device, error, exact = total.tolist()
         if on_device:
             self._log(pl_module, "activation_compression_ratio", saved / on_device)

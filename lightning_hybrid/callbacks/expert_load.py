@@ -20,7 +20,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.pictures import INK, MUTED, check_counts, log_metrics, plot_path, show_plot, tidy
+from lightning_hybrid.callbacks.pictures import (
+    INK,
+    MUTED,
+    check_counts,
+    log_metrics,
+    plot_path,
+    show_plot,
+    sum_over_ranks,
+    tidy,
+)
 from lightning_hybrid.callbacks.steps import step_of, steps_done
 from lightning_hybrid.callbacks.upcycle import MoEUpcycle
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
@@ -149,13 +158,11 @@ class ExpertLoadMonitor(Callback):
             show_plot(lambda: draw_loads(self.history), self.path, trainer.loggers, "expert_load", step)
             rank_zero_info(f"the load of the experts is plotted in {self.path}")
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Unwraps the layers and the training step."""
         self._undo.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Unwraps the layers and the training step."""
-        self._undo.close()
+    on_exception = teardown
 
     def _measure(self, trainer: Trainer, module: LightningModule | None, step: int) -> None:
         self._last_step = step
@@ -191,14 +198,8 @@ class ExpertLoadMonitor(Callback):
 
     def _gathered(self, trainer: Trainer) -> dict[str, Tensor]:
         """Sums over all ranks. Each replica of a layer is counted; the shares do not depend on their number."""
-        strategy: Any = trainer.strategy
-        flat = torch.cat([row.to(strategy.root_device) for row in self._sums.values()])
-        mesh = getattr(strategy, "mesh", None)
-        if mesh is not None:
-            mesh.all_reduce(flat, "world")
-        elif trainer.world_size > 1:
-            flat = strategy.reduce(flat, reduce_op="sum")
-        rows = flat.cpu().split([len(row) for row in self._sums.values()])
+        flat = torch.cat([row.to(trainer.strategy.root_device) for row in self._sums.values()])
+        rows = sum_over_ranks(flat, trainer.strategy).split([len(row) for row in self._sums.values()])
         return dict(zip(self._sums, rows, strict=True))
 
 

@@ -14,7 +14,7 @@ class Step(NamedTuple):
     number: int  # counted from 1
     begins: bool  # whether this is its first batch
     ends: bool  # whether this is its last batch
-    is_logged: bool  # whether the Trainer logs it
+    is_logged: bool  # whether the Trainer logs it; the same on all ranks
 
     @property
     def done(self) -> int:
@@ -24,12 +24,14 @@ class Step(NamedTuple):
 
 def step_of(trainer: Any) -> Step:
     """Return the step of the present batch."""
-    batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+    number, every = steps_done(trainer) + 1, trainer.log_every_n_steps
     return Step(
-        number=steps_done(trainer) + 1,
-        begins=batch_idx % trainer.accumulate_grad_batches == 0,
+        number=number,
+        begins=trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0,
         ends=not trainer.fit_loop._should_accumulate(),
-        is_logged=trainer._logger_connector.should_update_logs,
+        # As Lightning's `should_update_logs`, which also holds on a rank that is about to stop: there monitors would
+        # wait for numbers of ranks that go on.
+        is_logged=every > 0 and number % every == 0,
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,14 +55,16 @@ class Records(CSVLogger):
             self.seen.setdefault(name, {})[step] = float(value)
 
 
-def fit(callback, folder, epochs=1, **options):
+def fit(callback, folder, epochs=1, further=(), **options):
     ignore_warnings()
     torch.manual_seed(0)
     logger = Records(folder)
     x = torch.randn(BATCHES * 4 * dist.get_world_size(), 4)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
     arguments = {"logger": logger, "max_epochs": epochs, "log_every_n_steps": 1, **options}
-    trainer_of(dist.get_world_size(), Hybrid3DStrategy(), [callback], **arguments).fit(TwoOptimizers(), loader)
+    trainer_of(dist.get_world_size(), Hybrid3DStrategy(), [callback, *further], **arguments).fit(
+        TwoOptimizers(), loader
+    )
     return logger.seen
 
 
@@ -110,3 +113,15 @@ def test_compression_is_measured_every_n_steps_of_the_run(tmp_path):
 
     fit(Watched(min_bytes=16, every_n_steps=4), tmp_path, epochs=2)
     assert [step for step, is_measured in enumerate(measured, 1) if is_measured] == [1, 5, 9]
+
+
+@pytest.mark.world(2)
+def test_one_rank_that_stops_does_not_wait_for_the_others(tmp_path):
+    """Lightning logs its step, whatever the number is; all ranks stop after the same batch."""
+
+    class Stops(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1 and dist.get_rank() == 0:
+                trainer.should_stop = True
+
+    fit(ThroughputMonitor(window_size=2), tmp_path, further=[Stops()], log_every_n_steps=50)

@@ -86,8 +86,7 @@ class MemoryMonitor(Callback):
         folder: str | Path | None = None,
     ) -> None:
         self.path = pictures.plot_path(path, "memory.png")
-        pictures.check_counts(step=step, num_largest=num_largest)
-        pictures.check_counts(**({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
+        pictures.check_counts(step=step, num_largest=num_largest, every_n_steps=every_n_steps)
         self.step, self.every_n_steps, self.num_largest = step, every_n_steps, num_largest
         self.folder = None if folder is None else Path(folder)
         self.measured: list[dict[str, int]] = []
@@ -191,7 +190,7 @@ class MemoryMonitor(Callback):
         pictures.keep_series(self.series, metrics, step)
         pictures.log_metrics(trainer, metrics, step)
         rank_zero_info(memory_table(self.measured, step))
-        path = pictures.numbered(self.path, step, self.every_n_steps)
+        path = None if self.path is None else pictures.numbered(self.path, step, self.every_n_steps)
         pictures.show_plot(lambda: draw_rank_memory(self.measured, step), path, trainer.loggers, "memory", step)
 
     # -- errors -------------------------------------------------------------------------------------------------------

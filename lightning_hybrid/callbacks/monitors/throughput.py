@@ -179,20 +179,15 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
             super().on_validation_end(trainer, *args)
         self._since += perf_counter() - self._validation_start
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restores what was replaced."""
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores what was replaced."""
-        self._stop()
-
-    def _stop(self) -> None:
         self._undo.close()
         if self._counter is not None:
             self._counter.stop()
         if self._sent is not None:
             self._sent.stop()
+
+    on_exception = on_train_end
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
