@@ -29,7 +29,6 @@ from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps, metrics_of
 from lightning_hybrid.callbacks.monitors.holders import PeakMeter
 from lightning_hybrid.callbacks.monitors.memory import MemoryMonitor
 from lightning_hybrid.callbacks.steps import step_of, steps_done
-from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.patching import around
 from lightning_hybrid.predict.costs.layers import checksum_of_names
 from lightning_hybrid.predict.measured import compared_lines
@@ -98,7 +97,7 @@ class PipelineTimeline(Callback):
                 raise ValueError(f"path={str(one)!r} must end in .svg, .png or .json; set path='timeline.svg'")
         if self.memory_path is not None and self.memory_path.suffix not in _PICTURES:
             raise ValueError(f"memory_path={str(memory_path)!r} must end in .svg or .png; set memory_path='memory.svg'")
-        pictures.check_counts(step=step, **({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
+        pictures.check_counts(step=step, every_n_steps=every_n_steps)
         if not isinstance(rebalance, bool):
             raise TypeError(f"rebalance={rebalance!r} must be True or False")
         if rebalance and isinstance(ranks, Mapping) and "pipeline" in ranks:
@@ -222,7 +221,8 @@ class PipelineTimeline(Callback):
 
     @only_informs(_WHAT)
     def _summarize(self, trainer: Trainer) -> None:
-        rank_zero_info("\n".join([*self._steps.lines(_assignment_of(trainer)), *self._compared_lines(trainer)]))
+        run: Any = trainer.strategy.run  # type: ignore[attr-defined]
+        rank_zero_info("\n".join([*self._steps.lines(run.assignment), *self._compared_lines(trainer)]))
         where = [write_lost_time(self._steps, self.paths[0]), self._write_costs(trainer)]
         rank_zero_info(f"written: {', '.join(str(path) for path in where if path is not None)}")
 
@@ -241,7 +241,7 @@ class PipelineTimeline(Callback):
 
     def _analyze(self, trainer: Trainer, measured: MeasuredStep, step: int, batch: Any) -> None:
         self._batch_size = batch_size_of(batch)
-        analyzed = self._steps.add(step, measured, _assignment_of(trainer))
+        analyzed = self._steps.add(step, measured, trainer.strategy.run.assignment)  # type: ignore[attr-defined]
         if analyzed is None:
             return
         pictures.log_metrics(trainer, metrics_of(analyzed.lost.total), step)
@@ -267,7 +267,7 @@ class PipelineTimeline(Callback):
             title = f"Step {step}: bubble {bubbles[0]:.1%} measured, {bubbles[1]:.1%} by the schedule"
             caption = "bubble: idle share before reduce and optimizer"
         svg = to_svg(timeline, title=title, caption=caption, **shared)
-        written = [self._numbered(path, step) for path in self.paths]
+        written = [pictures.numbered(path, step, self.every_n_steps) for path in self.paths]
         for path in written:
             if path.suffix == ".json":
                 trace = to_trace(timeline, portals=measured.portals, memory=measured.memory, **shared)
@@ -281,13 +281,10 @@ class PipelineTimeline(Callback):
             kind = "memory of tensors on the device" if is_cuda else "memory of the process (resident set size)"
             title = f"Step {step}, memory between actions"
             memory = memory_to_svg(measured.memory, timeline.num_ranks, title, kind=kind, **shared)
-            written.append(self._numbered(self.memory_path, step))
+            written.append(pictures.numbered(self.memory_path, step, self.every_n_steps))
             pictures.write_picture(memory, written[-1])
             pictures.log_picture(trainer.loggers, "memory_timeline", lambda: pictures.figure_of(memory), step)
         self._log(trainer, measured, step, ", ".join(map(str, written)))
-
-    def _numbered(self, path: Path, step: int) -> Path:
-        return path if self.every_n_steps is None else path.with_stem(f"{path.stem}-{step}")
 
     def _log(self, trainer: Trainer, measured: MeasuredStep, step: int, written: str) -> None:
         if measured.bubbles is None or measured.seconds is None:
@@ -299,12 +296,6 @@ class PipelineTimeline(Callback):
             f" {1000 * bound_seconds:.0f} ms by the schedule); {written}"
         )
         pictures.log_metrics(trainer, {"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step)
-
-
-def _assignment_of(trainer: Trainer) -> Assignment | None:
-    """The stages of the run; None without."""
-    run = trainer.strategy.run  # type: ignore[attr-defined]
-    return run.plan.first.assignment if run.is_pipelined and run.plan and run.plan.first else None
 
 
 def _is_recorded(strategy: Any) -> bool:

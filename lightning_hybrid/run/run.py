@@ -17,6 +17,7 @@ from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Technique
 
 if TYPE_CHECKING:
+    from lightning_hybrid.graph.partition import Assignment
     from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
@@ -93,6 +94,12 @@ class Run:
     def is_pipelined(self) -> bool:
         """Whether steps run in several stages."""
         return self.setting.layout.pipeline_parallel_size > 1 and self.fallback is None
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The recorded step in stages; None where steps run in none."""
+        recorded = self.plan.first if self.is_pipelined and self.plan is not None else None
+        return None if recorded is None else recorded.assignment
 
     @property
     def plain_runner(self) -> PlainRunner | None:

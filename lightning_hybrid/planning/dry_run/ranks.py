@@ -93,8 +93,7 @@ class _Described:
         self._program: Program | None = program_of(run, self._count)
         experts = run.technique(ExpertParallel)
         self._units = TensorUnits(run, run.technique(TensorParallel), {} if experts is None else experts.widths)
-        is_recorded = run.is_pipelined and run.plan is not None and run.plan.first is not None
-        self._assignment = run.plan.first.assignment if is_recorded else planned.recorded  # type: ignore[union-attr]
+        self._assignment = run.assignment or planned.recorded
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Return what one rank holds and sends."""

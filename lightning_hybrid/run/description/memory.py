@@ -71,7 +71,7 @@ def memory_of_stages(
         )
         for of_stage, activations, work, exchanged in zip(
             members,
-            _activations(run, num_microbatches, recorded or _assignment(run), stages.count),
+            _activations(run, num_microbatches, recorded or run.assignment, stages.count),
             _working(run, stages.count),
             _exchanged(run, stages.count),
             strict=True,
@@ -181,24 +181,16 @@ def _activations(
 
 def _working(run: Run, num_stages: int) -> Sequence[int]:
     """Bytes of the layer that runs, of each stage, of the batch and of its copy; 0 where no step is recorded."""
-    assignment = _assignment(run)
-    if assignment is None:
+    if run.assignment is None:
         return [0] * num_stages
     # With its copy in the snapshot before a step.
     batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
-    return [each + batch for each in working_bytes(assignment, run.policies)]
+    return [each + batch for each in working_bytes(run.assignment, run.policies)]
 
 
 def _exchanged(run: Run, num_stages: int) -> Sequence[int]:
     """Bytes of messages between stages, of each of them; 0 where no step is recorded."""
-    assignment = _assignment(run)
-    return [0] * num_stages if assignment is None else message_bytes(assignment)
-
-
-def _assignment(run: Run) -> Assignment | None:
-    """The recorded step of a run in stages."""
-    is_recorded = run.is_pipelined and run.plan is not None and run.plan.first is not None
-    return run.plan.first.assignment if is_recorded else None  # type: ignore[union-attr]
+    return [0] * num_stages if run.assignment is None else message_bytes(run.assignment)
 
 
 class ExpectedRecomputation(NamedTuple):

@@ -14,8 +14,8 @@ from lightning_hybrid.soft_failures import only_informs
 def connect_monitors(run: Run, graph: StepGraph | None) -> None:
     """Tell the monitors of the Trainer what the plan of a run says; layers may be planned by a ``graph``."""
     trainer: Any = run.setting.trainer
-    if run.is_pipelined and run.plan is not None and run.plan.first is not None:
-        graph = run.plan.first.recording.graph
+    if run.assignment is not None:
+        graph = run.assignment.graph
     for callback in trainer.callbacks if run.setting.is_fitting else ():
         if hasattr(callback, "connect_flops"):
             with only_informs("the FLOPs of a step"):

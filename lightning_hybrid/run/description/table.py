@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -26,18 +26,11 @@ from lightning_hybrid.run.description.lines import (
     describe_offload_on_cpu,
     describe_parameters,
 )
-from lightning_hybrid.run.description.memory import (
-    memory_of_ranks,
-    memory_of_stages,
-)
+from lightning_hybrid.run.description.memory import expected_recomputation, memory_of_ranks, memory_of_stages
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.modules import shortened
 from lightning_hybrid.text import columns, sized, spanned
-
-if TYPE_CHECKING:
-    pass
-
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
@@ -111,8 +104,6 @@ def _expected_memory(
     budgeted = next((each for each in run.techniques if each.budget is not None), None)
     if budgeted is None:
         return memory
-    from lightning_hybrid.run.description.memory import expected_recomputation
-
     others = tuple(each for each in run.techniques if each is not budgeted)
     full = memory_of_stages(dataclasses.replace(run, techniques=others), optimizers, count)
     expected = expected_recomputation(budgeted.budget, memory, full, rank_of)
@@ -123,8 +114,8 @@ def _expected_memory(
 def describe_techniques(run: Run) -> list[str]:
     """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any."""
     setting = run.setting
-    options, lines = setting.options, []
-    lines += [line for technique in run.techniques for line in technique.lines(run)]
+    options = setting.options
+    lines = [line for technique in run.techniques for line in technique.lines(run)]
     if options.offloaded:
         stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
         lines.append(f"offloaded: {', '.join(stores)}")
