@@ -33,7 +33,7 @@ def gather_rows(row: Tensor, strategy: Any) -> Tensor:
 
 
 def sum_over_ranks(row: Tensor, strategy: Any) -> Tensor:
-    """Sums the numbers of all ranks on the host, (n,) -> (n,); collective over all ranks."""
+    """Sums a row of numbers, of any shape, over all ranks, on the host; collective over these."""
     group, size = _all_ranks(strategy)
     row = row.to(strategy.root_device)
     if size > 1:
