@@ -47,6 +47,7 @@ from lightning_hybrid.memory.saved_activations.storage import (
     no_storage,
 )
 from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.randomness.generators import mix
 from lightning_hybrid.step.objects.tensors import storage_id
 from lightning_hybrid.step.standins.counts import PackedByOuterHooks
 
@@ -171,12 +172,12 @@ class LayerActivations:
         if microbatch != self._calls_of:
             self._calls_of, self._calls = microbatch, Counter()
         self._calls[fqn] += 1
-        return hash((microbatch[0], zlib.crc32(fqn.encode()), self._calls[fqn]))
+        return mix(microbatch[0], zlib.crc32(fqn.encode()), self._calls[fqn])
 
     def _keyed_generator(self) -> torch.Generator:
         assert self._run is not None
         self._run.num_drawn += 1
-        return self._generator.manual_seed(hash((self._run.key, self._run.num_drawn)) & 0x7FFFFFFFFFFFFFFF)
+        return self._generator.manual_seed(mix(self._run.key, self._run.num_drawn))
 
     def _pack(self, tensor: Tensor) -> SavedView | SavedTensor | PackedByOuterHooks:
         """Packs a tensor of any shape for autograd."""
