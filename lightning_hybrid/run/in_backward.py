@@ -99,9 +99,8 @@ def check_setting(setting: Setting) -> None:
         raise _refusal(f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients at once", "leave it out")
     if setting.options.verify_first_step:
         raise _refusal("verify_first_step=True compares gradients before the optimizer steps", "set it to False")
-    if setting.layout.expert_parallel_size > 1:
-        size = setting.layout.expert_parallel_size
-        raise _refusal(f"expert_parallel_size={size} exchanges gradients after the backward", "set it to 1")
+    if setting.layout.joins_replicas:
+        raise _refusal(f"{setting.layout.option('ep')} exchanges gradients after the backward", "set it to 1")
     changing = [each for each in setting.options.techniques or () if getattr(each, "changes_gradients", False)]
     if changing:
         raise _refusal(f"{type(changing[0]).__name__} changes complete gradients, which are freed then", "leave it out")

@@ -75,7 +75,7 @@ class ModulePartition:
         try:
             self._plan_layers(recorded=recorded is not None)
         except LayoutError as error:  # on every rank
-            if options.tensor_parallel_plan is not None or setting.layout.expert_parallel_size > 1:
+            if options.tensor_parallel_plan is not None or setting.layout.joins_replicas:
                 plain = self.run.plain_runner
                 if plain is not None and (unrecorded := plain.recording_error) is not None:
                     raise unrecorded from unrecorded.__cause__

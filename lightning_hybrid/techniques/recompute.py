@@ -51,7 +51,7 @@ class Recomputing(Technique):
         how: dict[str, Any] = {
             "compiled": setting.options.compile is not None,
             "budget": budget,
-            "expert_lists": lists,
+            "closed": lists,
         }
         if run.is_pipelined:
             self.layers = recompute_layers(setting.module, setting.recompute, run.plan.first, run.plan.stages, **how)
@@ -129,8 +129,7 @@ def budgeted_layers(
 
     name, in_full = f"recompute={recompute!r}", options.compile is not None
     layout = world.layout
-    sharing = layout.tensor_parallel_size, layout.context_parallel_size, layout.expert_parallel_size
-    if max(sharing) > 1 or syncs_norms:
+    if layout.shards_layers or layout.joins_replicas or syncs_norms:
         return AgreedLayers(world, nbytes, name, in_full=in_full)
     return BudgetedLayers(device, nbytes, name, in_full=in_full)
 
@@ -177,17 +176,17 @@ def recompute_layers(
     *,
     compiled: bool,
     budget: BudgetedLayers | None = None,
-    expert_lists: Collection[nn.Module] = (),
+    closed: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers of a recorded step, as far as they are in the local stages ``here``.
 
-    Members of ``expert_lists``, whose ranks share them, are recomputed with the layer that routes tokens to them.
+    Members of the lists ``closed`` (experts that ranks share) are recomputed with the layer that routes tokens to them.
 
     Raises:
         RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user compiled.
     """
     recording, assignment = variant.recording, variant.assignment
-    layers = find_layers(recording.units, expert_lists)
+    layers = find_layers(recording.units, closed)
     if not layers:
         raise RecomputeError(
             f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
@@ -215,10 +214,10 @@ def recompute_plain_layers(
     *,
     compiled: bool,
     budget: BudgetedLayers | None = None,
-    expert_lists: Collection[nn.Module] = (),
+    closed: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
-    layers = find_layers(dict(root.named_children()), expert_lists)
+    layers = find_layers(dict(root.named_children()), closed)
     if not layers:
         raise RecomputeError(
             f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"

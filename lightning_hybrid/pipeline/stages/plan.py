@@ -201,7 +201,7 @@ class StagePlan:
         stages_per_rank: int = 1,
         max_microbatches_in_flight: int | None = None,
         cuts: Sequence[str] | None = None,
-        shares_experts: bool = False,
+        closes_mixtures: bool = False,
         agree: Callable[[Any], Any] = lambda decision: decision,
         first_failure: Callable[[Exception | None], tuple[int, str] | None] = lambda error: None,
     ) -> None:
@@ -215,7 +215,7 @@ class StagePlan:
             stages_per_rank: Number of stages of each rank.
             max_microbatches_in_flight: Limit for a schedule that is searched.
             cuts: FQNs of the first unit of each stage but the first; balanced if None.
-            shares_experts: Whether ranks share experts, lists of which are then on one stage.
+            closes_mixtures: Whether ranks share experts, lists of which are then on one stage.
             agree: Returns the first rank's argument on every rank; replicas must have the same partition.
             first_failure: Returns the first rank that has an error, and that error, on every rank; None without any.
         """
@@ -228,7 +228,7 @@ class StagePlan:
         self.first: TraceVariant | None = None
         self.root, self.group, self.randomness = root, group, randomness
         self.cuts, self.agree, self.first_failure = cuts, agree, first_failure
-        self.unit_choice = UnitChoice(root, self.num_stages, shares_experts=shares_experts)
+        self.unit_choice = UnitChoice(root, self.num_stages, closes_mixtures=closes_mixtures)
         self.units: Mapping[str, nn.Module] = {}
         self.tracked_buffers, self.on_all_stages = set[str](), set[str]()
 

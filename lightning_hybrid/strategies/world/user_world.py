@@ -38,7 +38,7 @@ class ReplicaWorld:
 
     def __init__(self, mesh: Mesh) -> None:
         self.is_visible = False
-        self._runs_code: dict[tuple[str | type, ...], bool] = {}
+        self._runs_code: dict[tuple[object, ...], bool] = {}
         self._loaders = contextlib.ExitStack()  # gives each its own class again
         self._loader_classes: dict[type, type] = {}  # by the user's own
         self._group = mesh.group("data")
