@@ -18,7 +18,7 @@ from lightning_hybrid.techniques.reducers import Reducers
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
-    from lightning_hybrid.optimizers.offloaded import OffloadedStates
+    from lightning_hybrid.optimizers.moved import MovedStates
 
 # Hooks that run when some parameters are stepped already, and gradients are freed, and may read or change both.
 _HOOKS = (
@@ -37,7 +37,7 @@ def connect_steps_in_backward(
     run: Run,
     optimizers: Sequence[Optimizer],
     watched: Collection[Optimizer],
-    offloaded: Sequence[OffloadedStates],
+    moved: Sequence[MovedStates],
     reducers: Reducers,
 ) -> StepsInBackward | None:
     """Step parameters as soon as their gradients are averaged, if the user wants it.
@@ -46,7 +46,7 @@ def connect_steps_in_backward(
         run: Under its present layout.
         optimizers: Of the Trainer.
         watched: Those that may combine all parameters in their step.
-        offloaded: Those whose states are offloaded.
+        moved: Those whose states are elsewhere between steps.
         reducers: Average gradients, by stage.
 
     Raises:
@@ -71,7 +71,7 @@ def connect_steps_in_backward(
     is_local = not run.active.reduces_gradients and run.mesh.size("data") == 1 and not is_partitioned
     steps = StepsInBackward(
         optimizer,
-        next((each for each in offloaded if isinstance(each, LayerwiseStep)), None) or InPlaceSubsetStep(optimizer),
+        next((each for each in moved if isinstance(each, LayerwiseStep)), None) or InPlaceSubsetStep(optimizer),
         parameters_by_layer(setting.module, run.plan) if is_local else [],
         names={id(p): name for name, p in setting.module.named_parameters()},
     )

@@ -61,8 +61,8 @@ class OptimizerStates:
         Raises:
             OffloadError: A file was cut off.
         """
-        for offloaded in self._optimization.offloaded:
-            offloaded.check()
+        for moved in self._optimization.moved:
+            moved.check()
 
     @property
     def local_states(self) -> LocalState:
@@ -123,10 +123,10 @@ class OptimizerStates:
             else:
                 optimizer.load_state_dict(local_optimizer_state(optimizer, state, self._shards))
             self._check_masters(optimizer)
-            if not made.offloaded:
+            if not made.moved:
                 _optimizer_to_device(optimizer, self._world.device)
-        for offloaded in made.offloaded:
-            offloaded.adopt()
+        for moved in made.moved:
+            moved.adopt()
 
     def _check_shapes(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         from lightning_hybrid.checkpoint.read import SavedOptimizer

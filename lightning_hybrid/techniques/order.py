@@ -58,4 +58,8 @@ def techniques_of(run: Any) -> tuple[Technique, ...]:
         from lightning_hybrid.techniques.slow_links.technique import SlowLinks
 
         found.append(SlowLinks.of(callbacks))  # around no layer
+    if trains and options.offloaded:
+        from lightning_hybrid.techniques.offload import Offload
+
+        found.append(Offload(options.offloaded))  # around no layer
     return tuple(found)

@@ -176,7 +176,7 @@ class RunLifecycle:
         optimizers = self.setting.trainer.optimizers
         if not self.setting.is_fitting:
             return  # there are none, or those of an earlier fit
-        if not self.optimization.offloaded:
+        if not self.optimization.moved:
             _optimizers_to_device(optimizers, self.setting.device)
         self.state.optimizers.pickle_in_full(optimizers)
 

@@ -40,7 +40,7 @@ from lightning_hybrid.step.standins.tensors import (
     materialize_call,
 )
 from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, user_functions
-from lightning_hybrid.step.tracing.instrument import intercepted_step, recomputed
+from lightning_hybrid.step.tracing.instrument import checkpointed, intercepted_step
 from lightning_hybrid.step.tracing.metrics import find_sinks
 from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Recording, Template
@@ -269,8 +269,8 @@ class ReplayWatch(SkippingMode):
         if node.index in self.shares:
             run = weighted_by_share(name, node.averages, run, self.shares[node.index])
         # A second run would find on its modules what the next microbatch stored there.
-        recomputes = self.recompute_depth and node.unit is not None and not paths
-        out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
+        is_checkpointed = self.checkpoint_depth and node.unit is not None and not paths
+        out = checkpointed(run, args, kwargs) if is_checkpointed else run(*args, **kwargs)
         out, out_leaves = self._record_result(node, leaves, out)
         if self.metrics is not None and node.index in self._scalar_nodes:
             repeatable = None if node.index in self.shares else run
