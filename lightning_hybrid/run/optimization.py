@@ -73,7 +73,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         run.plan,
         run.mesh,
         averages=not run.active.reduces_gradients or setting.is_manual,
-        held_by_some=run.names_over("ep"),
+        unreplicated=run.names_over("ep"),
         reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
         sharded=run.parts.names,
     )

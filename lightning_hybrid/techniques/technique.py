@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.predict.ranks import Footprint, Place, RankMemory
-
-if TYPE_CHECKING:
-    from lightning_hybrid.optimizers.moved import MovedStates
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -221,10 +218,11 @@ class Technique:
     def check_optimizers(self, run: Any, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers that it cannot serve, before anything is connected."""
 
-    def move_states(
-        self, run: Any, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]
-    ) -> Sequence[MovedStates]:
-        """Let states be elsewhere between steps; ``watched`` are optimizers that may combine parameters."""
+    def move_states(self, run: Any, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> Sequence[Any]:
+        """Let states be elsewhere between steps; ``watched`` are optimizers that may combine parameters.
+
+        Returns their ``MovedStates``.
+        """
         return ()
 
     # -- what other techniques and tables ask --------------------------------------------------------------------------

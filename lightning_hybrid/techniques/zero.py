@@ -106,10 +106,10 @@ class Zero(Technique):
         from lightning_hybrid.zero.ranks import shard_placement
 
         mesh, named = run.mesh, run.setting.module.named_parameters()
-        held_by_some = {name for sharding in earlier if sharding.axis == "ep" for name in sharding.placements}
+        unreplicated = {name for sharding in earlier if sharding.axis == "ep" for name in sharding.placements}
         shapes = {name: shard_of(earlier, name, parameter.shape).shape for name, parameter in named}
         found = []
-        for axis, names in (("dp_shard", shapes.keys() - held_by_some), ("ep_shard", held_by_some)):
+        for axis, names in (("dp_shard", shapes.keys() - unreplicated), ("ep_shard", unreplicated)):
             if not names or mesh.size(axis) == 1:
                 continue
             group = mesh.group(axis)
@@ -286,13 +286,13 @@ def members_of_groups(
     layer_of = _layer_of_parameters(module, layers, plan, read_outside)
     unequal = {name for technique in run.techniques for name in technique.unequally_read()}
     layer_of = {name: fqn for name, fqn in layer_of.items() if name not in unequal}
-    held_by_some = run.names_over("ep")
+    unreplicated = run.names_over("ep")
     members: dict[tuple[Stage, str, torch.dtype, _Axes], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}
     every = dict(module.named_parameters())
     local = {name: p for name, p in every.items() if (not is_absent(p) if names is None else name in names)}
     for name, parameter in sorted(local.items(), key=lambda item: order[layer_of.get(item[0], "")]):
-        axes = _OF_SOME if name in held_by_some else _OF_ALL
+        axes = _OF_SOME if name in unreplicated else _OF_ALL
         key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, axes
         members.setdefault(key, {})[name] = parameter
     return members
