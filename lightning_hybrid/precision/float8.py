@@ -65,11 +65,11 @@ class Float8:
             Float8Error: There are tensor, context or expert ranks.
         """
         for axis in ("tp", "cp", "ep"):
-            if layout.by_axis[axis] > 1:
+            if (size := layout.by_axis[axis]) > 1:
                 raise Float8Error(
-                    f"{layout.option(axis)} shards the tensors of a layer over ranks, but float8 scales each tensor by"
-                    f" its largest element, which is on one of them; set {SIZE_OPTIONS[axis]}=1 (stages, replicas and"
-                    " zero_stage work), or leave float8 out",
+                    f"{SIZE_OPTIONS[axis]}={size} shards the tensors of a layer over ranks, but float8 scales each tensor"
+                    f" by its largest element, which is on one of them; set {SIZE_OPTIONS[axis]}=1 (stages, replicas"
+                    " and zero_stage work), or leave float8 out",
                     entry="float8-layout",
                 )
 
