@@ -68,8 +68,8 @@ class Float8:
             if (size := layout.by_axis[axis]) > 1:
                 raise Float8Error(
                     f"{SIZE_OPTIONS[axis]}={size} shards the tensors of a layer over ranks, but float8 scales each"
-                    f" tensor by its largest element, which is on one of them; set {SIZE_OPTIONS[axis]}=1 (stages, replicas"
-                    " and zero_stage work), or leave float8 out",
+                    f" tensor by its largest element, which is on one of them; set {SIZE_OPTIONS[axis]}=1 (stages,"
+                    " replicas and zero_stage work), or leave float8 out",
                     entry="float8-layout",
                 )
 
