@@ -60,7 +60,7 @@ def connect_steps_in_backward(
     from lightning_hybrid.techniques.offload import parameters_by_layer
 
     check_setting(setting)
-    if any(reducer.observer is not None for reducer in reducers.values()) or has_adascale(setting.trainer):
+    if has_adascale(setting.trainer):
         raise _refusal("a callback observes the averages of gradients", "remove the callback")
     [optimizer] = optimizers
     check_optimizer(optimizer, is_watched=any(other is optimizer for other in watched))
@@ -79,7 +79,7 @@ def connect_steps_in_backward(
     for stage, reducer in reducers.items():
         # With stages, those of None are summed over stages after they are averaged.
         if isinstance(reducer, GradientReducer) and (stage is not None or not is_partitioned):
-            reducer.on_averages = steps.step
+            reducer.call_on_averages(steps.step)
     run.active.step_in_backward(steps.step_shards)
     return steps
 

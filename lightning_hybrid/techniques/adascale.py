@@ -30,9 +30,9 @@ def connect_adascale(
     for observer in observers:
         observer.connect_mesh(mesh, lambda: counted, each_batch=active.reduces_gradients)
         for reducer in reducers.values():
-            reducer.observer = observer
+            reducer.observe(observer)
         for group in active.groups:
-            group.observer = observer
+            group.observe(observer)
 
 
 def has_adascale(trainer: Any) -> bool:

@@ -68,7 +68,7 @@ class TensorParallel(Technique):
         if self._size > 1:  # plans say how weights are cut
             self._user_requests = requests_of_user(module, options.tensor_parallel_plan or {})
             self._model_requests = requests_of_model(module)
-        self._folder, self.find = folder, plan_unit
+        self._folder, self._find = folder, plan_unit
         self.summary = ""
         self.shards: ShardedModel | None = None
         self._calls = self.planned_calls = UnitCalls()
@@ -139,6 +139,10 @@ class TensorParallel(Technique):
         self.shards = ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"), lines_of_branch)
         return self.shards.shardings
 
+    def find_with(self, find: Any) -> None:
+        """Search plans of layers by another function than ``plan_unit``."""
+        self._find = find
+
     def build(self, run: Any, owner: Any) -> Active:
         """Connect the layers of this rank to random numbers, and code outside of them to gathered parameters."""
         shards = self.shards
@@ -163,7 +167,7 @@ class TensorParallel(Technique):
 
     def _planned(self, others_shard: bool) -> dict[str, UnitPlan]:
         cache = None if self._folder is None else PlanCache(self._folder)
-        plans = self._searched(self.find if cache is None else cache.find)
+        plans = self._searched(self._find if cache is None else cache.find)
         if any(NOT_SEARCHED in reason for plan in plans.values() for reason in plan.replicated_reasons.values()):
             try:
                 self._check(plans, others_shard)

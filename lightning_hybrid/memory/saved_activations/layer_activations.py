@@ -229,7 +229,7 @@ class LayerActivations:
         stored = StoredStorage(tensor, tuple(parts), encoded.decode, self._latest)
         self._latest = weakref.ref(stored)
         if run.is_measured and role != "sign" and not encoded.is_same:
-            stored.exact = flat
+            stored.keep_exact(flat)
             run.measured.append(stored)
         return stored
 
@@ -311,7 +311,7 @@ class GradientError:
         ]
         if not stored or len(outputs) != 1 or type(outputs[0]) is not Tensor or not trained:
             for each in stored:
-                each.exact = None
+                each.keep_exact(None)
             self.request()
             return
         edge = get_gradient_edge(outputs[0])
@@ -324,10 +324,10 @@ class GradientError:
             found = []
             for uses_exact in (True, False):
                 for each in alive:
-                    each.uses_exact = uses_exact
+                    each.return_exact(uses_exact)
                 found.append(torch.autograd.grad([edge], trained, [gradient], retain_graph=True, allow_unused=True))
             for each in alive:
-                each.exact = None
+                each.keep_exact(None)
             for exact, compressed in zip(*found, strict=True):
                 if exact is not None and compressed is not None:
                     self.sums[0] += float((compressed - exact).double().square().sum())

@@ -147,6 +147,10 @@ class MissingGradients:
         self.is_new = True
         self._missing: set[Key] = set()
 
+    def settle(self) -> None:
+        """End the first backward: from now on these values have none."""
+        self.is_new = False
+
     def sent(self, key: Key, leaf: Tensor) -> Tensor:
         """The gradient to send back for a received value, or the encoding of None; of the shape of the value."""
         if leaf.grad is not None:
@@ -281,6 +285,19 @@ class StagePlan:
             self.owner_stages[name] = min(self.num_stages - 1, self.num_stages * (2 * before + size) // (2 * total))
             before += size
         self.tracked_buffers, self.on_all_stages = set(), set()
+
+    def adopt_partition(
+        self, opened: set[str], closed: set[str], tracked: set[str], owner_stages: dict[str, int], costs: list[float]
+    ) -> None:
+        """Take the partition that the ranks agree on: units, tracked buffers, owners and costs of stages."""
+        self.unit_choice.opened, self.unit_choice.closed = opened, closed
+        self.tracked_buffers, self.owner_stages, self.stage_costs = tracked, owner_stages, costs
+
+    def share_unread(self, recording: Recording) -> None:
+        """Let each stage hold the parameters that a recording with guards has not read: its other branches may."""
+        read = {name for node in recording.graph.nodes for name in node.parameters}
+        self.on_all_stages = {name for name, _ in self.root.named_parameters()} - read
+        self.owner_stages.update(dict.fromkeys(self.on_all_stages, 0))
 
     def adopt(self, variant: TraceVariant, units: Mapping[str, nn.Module]) -> None:
         """Take the units of a recorded step; the partition follows the first one."""

@@ -121,7 +121,7 @@ class RunLifecycle:
         self.first_step = FirstStepCheck(self)
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
-        self.execution.policies = self._policies()
+        self.execution.follow(self._policies())
 
     def begin(self, empty: EmptyInit | None) -> bool:
         """Synchronize the initial weights of all ranks, and build the run; collective.

@@ -261,11 +261,8 @@ class CapturedInputs:
                         found += 1
             return found
 
-        self._costs.on_kernel_arguments = count_captured
-        try:
+        with self._costs.counting(count_captured):
             yield
-        finally:
-            self._costs.on_kernel_arguments = None
         for key, tensor in _attribute_tensors_of(self._units[unit]).items():
             if key not in before and key not in argument_ids:
                 self._after[key] = tensor, unit

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,6 +67,13 @@ class StageRun:
     numbers_read: str = ""
     scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)
 
+    def kept(self, wanted: Collection[int], earlier: StageRun | None) -> StageRun:
+        """What outlives the step: detached values among ``wanted``, with those of an earlier stage of the rank."""
+        made = {} if earlier is None else dict(earlier.made)
+        made |= {index: value.detach() for index, value in self.made.items() if index in wanted}
+        scalars = self.scalars if earlier is None else self.scalars.joined(earlier.scalars)
+        return dataclasses.replace(self, made=made, scalars=scalars)
+
 
 class SkippingMode(StepMode):
     """Skips operations: what they return and write is rebuilt from the recording."""
@@ -109,8 +117,12 @@ class StageReplay:
         root: nn.Module,
         randomness: KeyedRandomness,
         stage: int = -1,
+        contents: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Take ``stage`` (by default one without operations, for a run of the Python side effects alone)."""
+        """Take ``stage`` (by default one without operations, for a run of the Python side effects alone).
+
+        ``contents`` are full tensors by value index, of any shapes: reads of these values return their content.
+        """
         self.recording = recording
         self.assignment = assignment
         self.stage = stage
@@ -130,8 +142,7 @@ class StageReplay:
         self.drawing = {fqn: root.get_submodule(fqn) for fqn in graph.draws if fqn}
         self.device = randomness.device
         self.scalar_nodes = scalar_nodes(graph)
-        # Full tensors by value index, of any shapes: reads of these values return their content.
-        self.contents: Mapping[int, Tensor] = {}
+        self.contents = contents
 
     def run(
         self,
