@@ -68,7 +68,7 @@ class StageRun:
     scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)
 
     def kept(self, wanted: Collection[int], earlier: StageRun | None) -> StageRun:
-        """What outlives the step: detached values among ``wanted``, with those of an earlier stage of the rank."""
+        """What outlives the step: detached values among ``wanted``, joined with an earlier stage of the rank."""
         made = {} if earlier is None else dict(earlier.made)
         made |= {index: value.detach() for index, value in self.made.items() if index in wanted}
         scalars = self.scalars if earlier is None else self.scalars.joined(earlier.scalars)
