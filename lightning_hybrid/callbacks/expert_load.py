@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_hybrid.callbacks.expert_upcycle import MoEUpcycle
 from lightning_hybrid.callbacks.pictures import (
     INK,
     MUTED,
@@ -31,7 +32,6 @@ from lightning_hybrid.callbacks.pictures import (
     tidy,
 )
 from lightning_hybrid.callbacks.steps import step_of, steps_done
-from lightning_hybrid.callbacks.upcycle import MoEUpcycle
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
