@@ -230,12 +230,9 @@ class _SumGradients(torch.autograd.Function):
 
 
 def enter(tensor: Tensor, ranks: Ranks, readers: Readers | None = None) -> Tensor:
-    """Lets a replicated value enter a region: its gradient is summed over the ranks.
+    """Lets a replicated value of any shape enter a region: its gradient is summed over the ranks.
 
-    Args:
-        tensor: The value, equal on all ranks, of any shape.
-        ranks: The tensor ranks.
-        readers: The operations in the region that read it, complete when the forward ends; any by default.
+    ``readers`` are the operations that read it, complete when the forward ends; any by default.
     """
     return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks, readers or Readers())
 
@@ -246,13 +243,7 @@ def leave(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def gather(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """All-gathers the ranks' features along ``dim``, in the order of ranks: the result is a replicated value.
-
-    Args:
-        tensor: This rank's features, of one shape on all ranks.
-        dim: The dim of the features; the result has ``ranks.size`` times as many.
-        ranks: The tensor ranks.
-    """
+    """All-gathers the ranks' features along ``dim``, of one shape on all ranks: the result is a replicated value."""
     if ranks.size == 1:
         return tensor
     return LinearMap.apply(
@@ -265,23 +256,15 @@ def gather(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
 def sum_gradients(tensors: list[Tensor], placements: list[Shard | None], ranks: Ranks) -> list[Tensor]:
     """Sums the gradients of parameters that ranks hold in common and use on different features, in one message.
 
-    Args:
-        tensors: The parameters, or this rank's shards of them; the results have their shapes.
-        placements: For each, how it is sharded (shards that ranks repeat are summed), or None for a replicated one.
-        ranks: The tensor ranks.
+    A placement says which shard of a parameter a rank has (one that ranks repeat is summed), None that it is full.
+    The results have the shapes of the tensors.
     """
     with torch._C.DisableTorchFunctionSubclass():  # experts that other ranks share refuse reads of user code
         return list(_SumGradients.apply(ranks, tuple(placements), *tensors))
 
 
 def local_shard(full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
-    """This rank's shard of a full tensor that all ranks have; its gradient is the full one on each of them.
-
-    Args:
-        full: The same on every rank, of any shape that the placement cuts.
-        placement: How it is sharded.
-        ranks: The ranks that hold the shards.
-    """
+    """This rank's shard of a tensor of full shape that all ranks have; its gradient is full on each of them."""
     return LinearMap.apply(
         full,
         lambda full: shard_tensor(full, placement, ranks.rank, ranks.size),

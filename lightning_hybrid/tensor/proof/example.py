@@ -129,10 +129,7 @@ def _small_lengths(lengths: list[int], masked: set[int], weights: set[int], size
 def spread_rows(example: Example, lengths: Iterable[int], runs: Callable[[Example], bool]) -> Example:
     """Spreads the integers of an example over the vocabularies, so that each rank looks up some of its rows.
 
-    Args:
-        example: The example of a unit with lookups.
-        lengths: Sizes of the vocabularies.
-        runs: Whether the unit runs on an example; integers with another meaning (positions) stay unchanged.
+    Integers with another meaning (positions), with which the unit does not run then, stay unchanged.
     """
     for length in sorted(lengths, reverse=True):
         for index, leaf in enumerate(example.leaves):

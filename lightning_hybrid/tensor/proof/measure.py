@@ -54,18 +54,10 @@ def measure_unit(
     context_rank: int = 0,
     prepare: Callable[[nn.Module, CountedRanks], AbstractContextManager[Any]] | None = None,
 ) -> UnitUse:
-    """Run a unit and its backward on meta tensors, as one of the tensor ranks.
+    """Run a unit and its backward on meta tensors, as one of the tensor ranks; unsharded if there is no plan.
 
-    Args:
-        unit: The unit, full; its weights are not read.
-        plan: How it is sharded; None to run it unsharded.
-        args: Arguments of one call, of the shapes of a microbatch.
-        kwargs: Its keyword arguments.
-        rank: The number of the rank among the tensor ranks.
-        around: A context entered around the forward, such as that of a precision.
-        context_rank: The number of the rank among the context ranks.
-        prepare: Shards what the plan does not: called with the copy on meta tensors and the tensor ranks, returns a
-            context entered around the forward.
+    Arguments have the shapes of a microbatch. Contexts are entered around the forward: ``around`` such as that of a
+    precision, and what ``prepare`` returns, which shards what the plan does not in the copy on meta tensors.
 
     Raises:
         Exception: The unit does not run on meta tensors, for example because it reads values.

@@ -109,12 +109,7 @@ def narrow_layer(
 ) -> NarrowLayer | str:
     """A narrow copy of a unit, or why there is none; "" if the unit is small.
 
-    Args:
-        unit: The unit; its weights are not read.
-        args: Arguments of one call.
-        kwargs: Its keyword arguments.
-        size: Number of tensor ranks times context ranks.
-        kept: Sizes that are not divided (of vocabularies).
+    ``size`` is the number of tensor ranks times context ranks; ``kept`` are sizes that are not divided (vocabularies).
     """
     if size == 1 or sum(prod(parameter.shape) for parameter in unit.parameters()) < LEAST_NUMEL:
         return ""

@@ -105,12 +105,7 @@ class Proof:
     ) -> str | None:
         """Runs the unit by a plan; returns the first difference from the unsharded unit, or None.
 
-        Args:
-            plan: The plan.
-            setting: The setting of the run.
-            learning: Whether the run makes the rules of the plan.
-            forward_only: Whether to compare outputs alone.
-            without: Parameters whose gradients are not compared.
+        A run that learns makes the rules of the plan. Gradients of the parameters ``without`` are not compared.
         """
         outcomes = self.outcomes(plan, setting, learning=learning, forward_only=forward_only, without=without)
         if isinstance(outcomes, str) or forward_only:
@@ -137,10 +132,7 @@ class Proof:
         forward_only: bool = False,
         without: Collection[str] = (),
     ) -> list[Outcome] | str:
-        """Runs the unit by a plan; returns the outcomes of all ranks, or a failure or the first difference of outputs.
-
-        Arguments as for `difference`; the backward is skipped with `forward_only`.
-        """
+        """Runs the unit by a plan; returns the outcomes of all ranks, a failure, or the first difference of outputs."""
         self.sharded_outputs, self.relative_error = {}, math.inf
         expected = self.reference(setting, () if learning else without)
         wrong: list[str] = []
@@ -269,15 +261,7 @@ def proof_of(
 ) -> Proof | str:
     """Makes the proof of a unit, or returns why that is not possible.
 
-    Args:
-        unit: The user's unit; a copy with random weights is run.
-        args: Arguments of one call.
-        kwargs: Its keyword arguments.
-        size: Number of tensor ranks.
-        vocabulary: Vocabulary-parallel parameters: FQN -> dim; the example looks up rows of each rank.
-        context: Number of context ranks.
-        least: Minimal number of positions of the example.
-        seed: Seed of the random weights.
+    The example has ``least`` positions or more, and looks up rows of each rank in the parameters of the vocabulary.
     """
     if size * context == 1:
         return "there is one tensor rank"
@@ -403,13 +387,7 @@ def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def outlier_examples(example: Example, leaf_index: int, dim: int) -> Iterator[tuple[str, Example]]:
-    """Yields examples of the same shapes, each with its description.
-
-    Args:
-        example: The example of a unit.
-        leaf_index: Index of the sequence among the arguments, a floating tensor of any shape.
-        dim: Its dim of positions.
-    """
+    """Yields examples of the same shapes, each with its description."""
     leaf = example.leaves[leaf_index]
     length = leaf.shape[dim]
     shape = [length if other == dim else 1 for other in range(leaf.dim())]
@@ -432,14 +410,7 @@ def outlier_examples(example: Example, leaf_index: int, dim: int) -> Iterator[tu
 
 
 def difference_on_outliers(found: Any, wanted: Any, length: int, dim: int) -> str | None:
-    """The difference between two values where both are finite, each position by its own scale; or None.
-
-    Args:
-        found: A value of a sharded run; a tensor of any shape, or another object.
-        wanted: The same value of the full unit.
-        length: Number of positions of the sequence.
-        dim: Its dim of positions.
-    """
+    """The difference between two values where both are finite, each position by its own scale; or None."""
     if not isinstance(found, Tensor) or not isinstance(wanted, Tensor) or found.shape != wanted.shape:
         return difference_of(found, wanted, 0.0)
     if not wanted.is_floating_point():

@@ -133,14 +133,7 @@ class TrialRanks:
     """
 
     def __init__(self, unit: nn.Module, size: int, context: int = 1, *, copies: list[nn.Module] | None = None) -> None:
-        """Makes the copies.
-
-        Args:
-            unit: The unit with random weights, which the copies share.
-            size: Number of tensor ranks.
-            context: Number of context ranks.
-            copies: Copies of other trials of the unit; missing ones are appended.
-        """
+        """Makes the copies of a unit with random weights; those of other trials are used and completed."""
         self._unsharded, self.size, self.context = unit, size, context
         self.copies = [] if copies is None else copies
         while len(self.copies) < size * context:
@@ -159,15 +152,9 @@ class TrialRanks:
         check: Callable[[list[Outcome]], bool] = lambda _: True,
         without: Collection[str] = (),
     ) -> list[Outcome]:
-        """Runs the unit on all ranks.
+        """Runs the unit on all ranks; the backward only if there are gradients and ``check`` accepts the outputs.
 
-        Args:
-            plan: The plan.
-            example: The arguments of the unit.
-            setting: The setting of the run.
-            learning: Whether the run makes the rules of the plan.
-            check: Called with the outputs; the backward is run if it returns True and the setting has gradients.
-            without: FQNs of parameters whose gradients are not needed; while learning, they require one all the same.
+        Parameters ``without`` need no gradients; while learning, they require one all the same.
 
         Raises:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.
@@ -236,14 +223,7 @@ class TrialRanks:
 def local_and_expected(
     outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str, wanted: Tensor
 ) -> list[tuple[list[Tensor], Tensor]]:
-    """Pairs the local shards of a gradient or buffer with the expected slices; nothing is gathered, layers are large.
-
-    Args:
-        outcomes: The outcomes of all ranks.
-        plan: The plan of the run.
-        name: Name of the parameter, buffer or input.
-        kind: "grads" or "buffers".
-        wanted: The full tensor, of any shape.
+    """Pairs the local shards of "grads" or "buffers", of any shape, with the expected slices; nothing is gathered.
 
     Returns:
         For each shard, the tensors of all context ranks and the slice; for a replicated one, those of all ranks.
@@ -335,10 +315,7 @@ class ThreadGroups:
         self._context = [_ThreadGroup(context) for _ in range(size)]
 
     def run_on_each(self, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
-        """Runs a function on all ranks at once, in threads; returns the results in the order of ranks.
-
-        Args:
-            run: Called with the rank among the tensor ranks, and the rank among the context ranks.
+        """Runs a function of tensor and context rank on all ranks at once, in threads; the results are in their order.
 
         Raises:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.

@@ -54,24 +54,7 @@ def sharded_attention(
     *,
     ring: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of ``module``, which holds its local shards; returns ``(..., features)`` and attention weights.
-
-    Args:
-        module: The attention.
-        ranks: The tensor ranks.
-        enter: Lets a replicated value enter the region.
-        sum_over_ranks: Sums addends of the output, in the layout of the inputs.
-        around_draw: A context around dropout.
-        query: Shapes and meaning of this and what follows are those of `nn.MultiheadAttention.forward`.
-        key: As there.
-        value: As there.
-        key_padding_mask: As there.
-        need_weights: As there.
-        attn_mask: As there.
-        average_attn_weights: As there.
-        is_causal: A hint beside ``attn_mask``, which means the same and is used.
-        ring: Ring attention from local positions, as `RingAttentionMode.attend_in_module`.
-    """
+    """The forward of ``module``, which holds its local shards; returns ``(..., features)`` and attention weights."""
     assert attn_mask is not None or not is_causal, "is_causal is a hint and needs attn_mask"
     # Before anything else, so that one tensor passed three times enters once.
     query, key, value = enter(query), enter(key), enter(value)

@@ -95,14 +95,7 @@ class CompiledLinear:
 def compiled_forwards(
     modules: Mapping[str, nn.Module], plan: UnitPlan, group: dist.ProcessGroup, inputs: CompiledRegionInputs
 ) -> dict[str, Callable[..., Tensor]]:
-    """Makes the forwards, ``(..., features)`` to ``(..., features)``, of sharded linears, by FQN inside the unit.
-
-    Args:
-        modules: All modules of the unit, by FQN.
-        plan: A plan that `why_not_compiled` allows.
-        group: The tensor ranks.
-        inputs: The values that have entered the region; cleared at the end of each call.
-    """
+    """Makes the forwards, ``(..., features)`` to ``(..., features)``, of sharded linears, by FQN inside the unit."""
     linears = {fqn: CompiledLinear(modules[fqn], plan, fqn, group, inputs) for fqn in plan.roles}
     return {fqn: getattr(linears[fqn], role) for fqn, role in plan.roles.items()}
 

@@ -37,12 +37,9 @@ class RegionInputs:
     """The values that have entered in the current forward; the backward sums over ranks once for each."""
 
     def __init__(self, ranks: Ranks, every: Ranks, *, gathers: bool) -> None:
-        """Takes the ranks of regions.
+        """Takes the tensor ranks, and every rank that features are sharded over; in shares of context ranks too.
 
-        Args:
-            ranks: The tensor ranks.
-            every: The tensor ranks, or tensor ranks times context ranks where the latter exchange positions.
-            gathers: Whether gathering the positions of a value lets it enter over the tensor ranks.
+        With ``gathers`` a value whose positions are gathered has entered over the tensor ranks by that.
         """
         self._ranks, self._every, self._gathers = ranks, every, gathers
         self._entered: dict[tuple[int, int], tuple[Tensor, int, Tensor, Readers]] = {}  # by id and number of ranks
@@ -101,15 +98,9 @@ class ParallelLinears:
         inputs: RegionInputs,
         around_draw: AroundDraw,
     ) -> None:
-        """Makes the forwards.
+        """Makes the forwards; ``ranks`` are tensor ranks, context ranks, and those that features are sharded over.
 
-        Args:
-            modules: All modules of the unit, by FQN.
-            plan: The plan of the unit.
-            positions: The sequence sharding, with the features of a tensor rank as context ranks shard them.
-            ranks: The tensor ranks, the context ranks, and both together where the sequence is sharded over context.
-            inputs: The inputs of the unit's regions.
-            around_draw: A context around each draw of random numbers inside of a region.
+        ``positions`` has the features of a tensor rank as context ranks shard them.
         """
         self._modules, self._plan, self._positions = modules, plan, positions
         self._ranks, self._context, self._all = ranks

@@ -63,26 +63,14 @@ class RegionMode(TorchFunctionMode):
         learning: bool,
         rules: dict[Site, Rule],
         enter: Callable[[Tensor, Ranks], Tensor],
-        names: dict[int, str],
-        cut_ids: Mapping[int, int],
-        regions: Iterable[Ranks],
-        batch: int,
+        names: dict[int, str],  # of the unit's parameters and buffers, by id
+        cut_ids: Mapping[int, int],  # number of ranks of the sharded ones among them, by id
+        regions: Iterable[Ranks],  # that features are sharded over: the tensor ranks, and those times context ranks
+        batch: int,  # the first size of the unit's first input
         around_draw: Callable[[], AbstractContextManager[Any]],
-        positions: tuple[Collection[int], int] | None = None,
+        positions: tuple[Collection[int], int] | None = None,  # numbers that values in regions may have; the local one
     ) -> None:
-        """Makes the mode of one forward.
-
-        Args:
-            learning: Whether rules are made or followed.
-            rules: The rules by call.
-            enter: Lets a replicated value enter a region of some ranks, once for each value.
-            names: id -> name of the unit's parameters and buffers in this forward.
-            cut_ids: id -> number of ranks of the sharded ones among them.
-            regions: Ranks that features are sharded over: the tensor ranks, and those times context ranks.
-            batch: The first size of the unit's first input.
-            around_draw: A context around each draw for a sharded value.
-            positions: Of a sharded sequence: numbers of positions that values in regions may have, and the local one.
-        """
+        """Makes the mode of one forward; ``enter`` lets a replicated value enter a region, once for each value."""
         super().__init__()
         self._learning, self.rules = learning, rules
         self._enter, self._names, self._cut_ids, self._around_draw = enter, names, cut_ids, around_draw
@@ -377,14 +365,7 @@ def local_sections(placement: Shard, sections: int | list[int] | tuple[int, ...]
 
 
 def local_index(index: Any, num_dims: int, placement: Shard, feature_dim: int) -> Any | None:
-    """Converts an index that slices the full features to one that slices the local features; None if it slices none.
-
-    Args:
-        index: The index in the brackets.
-        num_dims: Number of dims of the indexed value.
-        placement: How its features are sharded.
-        feature_dim: Their dim, counted from the end.
-    """
+    """Converts an index that slices full features, in a dim from the end, to local ones; None if it slices none."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, Tensor) or item is None for item in items):
         return None
@@ -405,14 +386,10 @@ def local_index(index: Any, num_dims: int, placement: Shard, feature_dim: int) -
 def find_positions(
     old: tuple[int, ...], sizes: tuple[int, ...], lengths: Collection[int], local: int, *, same_dims: bool
 ) -> tuple[int, int] | None:
-    """Finds the index in ``sizes`` that means positions, and the dim of the value that has all positions.
+    """Finds the index in the requested sizes that means positions, and the dim of the old shape that has all of them.
 
-    Args:
-        old: The shape of the value.
-        sizes: The sizes that the code requests.
-        lengths: The numbers of positions that values in regions may have.
-        local: The number of positions in this rank's shard, from which the code computes sizes.
-        same_dims: Whether dims stay what they are, counted from the end (``expand``); else they are split and joined.
+    Code computes sizes from the ``local`` number of positions; values in regions have one of ``lengths``. Dims stay
+    what they are, counted from the end (``expand``), or else they are split and joined.
 
     Returns:
         Index in ``sizes`` and dim of the value; None if no size means positions.

@@ -62,14 +62,8 @@ class ShardedModel:
     ) -> None:
         """Reads placements from the plans, before parameters are sharded.
 
-        Args:
-            root: The user's module, with full parameters.
-            plans: The plans by FQN of the unit.
-            group: The tensor ranks.
-            context: The context ranks.
-            context_places: The coordinates of this rank among them, by the axes that they consist of.
-            lines_of_branch: Proves a plan of a unit with the arguments of one call; returns the lines that have called
-                torch in that proof, none if it fails.
+        ``lines_of_branch`` proves a plan of a unit with the arguments of one call; it returns the lines that have
+        called torch in that proof, none if it fails.
         """
         self.plans = dict(plans)
         self._root = root
@@ -105,11 +99,9 @@ class ShardedModel:
     ) -> None:
         """Prepares the units to run, once each parameter holds this rank's shard.
 
-        Args:
-            around: Makes a context around draws, which differ by its number: for regions the number of this rank
-                among tensor ranks times context ranks, for positions a number of the context rank alone.
-            warn: Warns the user.
-            isolated: A context around trial forwards, which restores random states; made by torch if None.
+        ``around`` makes a context around draws that differ by its number: for regions that of this rank among tensor
+        ranks times context ranks, for positions one of the context rank alone. ``isolated`` makes one around
+        trials.
         """
         self._warn = warn
         # One object of each, so that units recognise that sequences are sharded over the same ranks.
@@ -185,12 +177,7 @@ class ShardedModel:
         return runner is not None and runner.has_local_positions
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
-        """Sets the compiled forward of a unit that this rank holds and that `why_not_compiled` allows.
-
-        Args:
-            fqn: FQN of the unit.
-            run: ``run(unit, entered, args, kwargs)``: the user's forward, compiled.
-        """
+        """Sets ``run(unit, entered, args, kwargs)``, the compiled forward of a unit that `why_not_compiled` allows."""
         runner = self._runners.get(fqn)
         if runner is None:
             return
@@ -294,12 +281,7 @@ class Branches:
     """The proofs that were made in a run: which lines each of them covers."""
 
     def __init__(self, lines_of_branch: Callable[..., frozenset[int]]) -> None:
-        """Begins without proofs.
-
-        Args:
-            lines_of_branch: Proves a plan of a unit with the arguments of one call; returns the lines that have called
-                torch in that proof, none if it fails.
-        """
+        """Begins without proofs; they are made by ``lines_of_branch``."""
         self._lines_of_branch = lines_of_branch
         self._proofs: list[tuple[int, UnitPlan, frozenset[int], frozenset[int]]] = []
 
@@ -312,16 +294,7 @@ class Branches:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> frozenset[int]:
-        """The lines of the proof for a call, which is made if no unit of the kind has run these lines before.
-
-        Args:
-            kind: The same for units of equal structure.
-            unit: The unit.
-            plan: Its plan.
-            new: Lines of the call for which the plan is not proved.
-            args: Arguments of the call.
-            kwargs: Its keyword arguments.
-        """
+        """The lines of the proof for a call, which is made if no unit of the kind has run these lines before."""
         plan = replace(plan, num_trials=0, seconds=0.0)
         for other_kind, other_plan, tried, lines in self._proofs:
             if (other_kind, tried) == (kind, new) and other_plan == plan:
@@ -339,13 +312,7 @@ class ShardedBuffers:
     """The buffers of one unit that its plan shards over tensor ranks."""
 
     def __init__(self, unit: nn.Module, placements: Mapping[str, Placement], ranks: Ranks) -> None:
-        """Selects the buffers.
-
-        Args:
-            unit: The user's module, with full buffers.
-            placements: Placements of its parameters and buffers, by FQN inside the unit.
-            ranks: The tensor ranks.
-        """
+        """Selects the buffers of a unit that holds them in full."""
         self._unit, self._ranks = unit, ranks
         found = {name: placements.get(name) for name, _ in unit.named_buffers()}
         self._placements = {name: placement for name, placement in found.items() if isinstance(placement, Shard)}

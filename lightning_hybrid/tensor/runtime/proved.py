@@ -59,11 +59,7 @@ Prove = Callable[[frozenset[int], tuple[Any, ...], dict[str, Any]], frozenset[in
 
 
 def value_read_in(calls: Iterable[TorchCall]) -> str:
-    """The first line at which user code reads values of tensors, on which it may branch; "" if there is none.
-
-    Args:
-        calls: The calls that a ``TorchCallSites`` has recorded.
-    """
+    """The first line at which user code reads values of tensors, on which it may branch; "" if there is none."""
     for function, frames in calls:
         if (name := getattr(function, "__name__", "")) not in _VALUE_READS:
             continue
@@ -110,7 +106,7 @@ class ProvedCalls:
 
     Attributes:
         isolated: A context around trials that keeps their random draws from advancing the run's random state.
-        prove: Proves the plan for a call of other lines, as for the constructor.
+        prove: Proves the plan for a call of other lines.
     """
 
     def __init__(
@@ -123,17 +119,11 @@ class ProvedCalls:
         meet: Callable[[Exception | None], None] = lambda error: None,
         prove: Prove = lambda lines, args, kwargs: frozenset(),
     ) -> None:
-        """Begins without results.
+        """Begins without results; ``calls`` are the lines that called torch in trials.
 
-        Args:
-            unit: The user's module.
-            calls: The lines that called torch in trials, as from ``user_call_sites``.
-            note: Sets the path on which the next sharded forwards record their calls; None ends that.
-            agree: Whether any rank that holds a shard of the unit votes so; collective over these ranks.
-            meet: Called before each ``agree`` with an error of this rank, if there was one: raises it where the other
-                ranks do not come, since they wait for this one in a collective of the forward.
-            prove: Proves the unit's plan with the arguments of a call that has run other lines than ``calls``; returns
-                the lines that called torch in that proof, none if it fails. Not collective.
+        ``note`` sets the path on which sharded forwards record their calls. ``agree`` votes over the ranks that hold
+        shards; before it, ``meet`` raises an error of this rank where the others wait for it in a collective.
+        ``prove`` proves the plan for a call of other lines; it returns the lines of that proof, none if it fails.
         """
         self._unit, self._calls, self._set_path, self._agree, self._meet = unit, calls, note, agree, meet
         self.prove = prove
@@ -274,11 +264,7 @@ class ProvedCalls:
     def _state_after(
         self, before: Mapping[int, TensorSnapshot]
     ) -> tuple[dict[AttributePath, Any], dict[AttributePath, Tensor]]:
-        """The shapes of tensors and the plain values in attributes, and the tensors that a forward made or wrote.
-
-        Args:
-            before: Snapshots of the tensors that attributes held before it, by id.
-        """
+        """The shapes of tensors and the plain values in attributes, and the tensors that a forward made or wrote."""
         kept: dict[AttributePath, Any] = {}
         written: dict[AttributePath, Tensor] = {}
         for path, leaf in reachable_leaves(self._unit):

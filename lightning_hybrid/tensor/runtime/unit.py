@@ -97,18 +97,11 @@ class ShardedUnit:
         around_draw: AroundDraw | None = None,
         around_local_draw: AroundDraw | None = None,
     ) -> None:
-        """Binds a unit to its plan.
+        """Binds a unit to its plan, and to the ranks.
 
-        Args:
-            unit: The user's module.
-            plan: Its plan, from `plan_unit`.
-            ranks: The tensor ranks.
-            context: The context ranks, if there are several.
-            tensors: Called before each forward for the local shards of this rank, by FQN inside the unit; tensors that
-                are missing, and by default all, are those that the unit holds at that time.
-            around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the
-                draws of the ranks differ. By default each rank has a separate generator state for these.
-            around_local_draw: The same around draws for a rank's local positions.
+        Before each forward ``tensors`` returns the local shards of this rank; those that are missing, and by default
+        all, are what the unit holds at that time. Contexts are entered around draws in regions (by default each rank
+        has a generator state for these), and around draws for a rank's local positions.
         """
         self._ranks, self._context = as_ranks(ranks), as_ranks(context)
         _check_sizes(plan, self._ranks, self._context)
@@ -367,12 +360,7 @@ def _local_substitute(
 
 
 def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
-    """Finds the slots of each parameter and buffer: one, or several where modules share it.
-
-    Args:
-        modules: All modules of the unit, by FQN.
-        fqns: The names of parameters and buffers.
-    """
+    """Finds the slots of each parameter and buffer: one, or several where modules share it."""
     by_tensor: dict[int, list[Slot]] = {}
     members: Any
     for module in modules.values():

@@ -281,17 +281,7 @@ def digest_of(
     requested: UnitRequests,
     sequence_parallel: SequenceParallel = None,
 ) -> str:
-    """Computes the key of a unit's plan.
-
-    Args:
-        unit: The unit.
-        args: Positional arguments of one call.
-        kwargs: Keyword arguments.
-        sizes: Numbers of tensor ranks and of context ranks.
-        keep_replicated: Parameters that stay replicated, each with the reason.
-        requested: Requests of plans for its modules.
-        sequence_parallel: Whether the sequence is sharded over tensor ranks.
-    """
+    """Computes the key of a unit's plan."""
     classes = {base for module in unit.modules() for base in type(module).__mro__}
     described = (
         [(name, _module(module)) for name, module in unit.named_modules()],
@@ -357,14 +347,7 @@ def _code(code: CodeType) -> Any:
 
 
 def lines_of_branch(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> frozenset[int]:
-    """The lines that called torch in a proof of a plan with these arguments; none if it is not proved by them.
-
-    Args:
-        unit: The unit; its weights are not read, and may be shards.
-        args: Arguments of one call.
-        kwargs: Its keyword arguments.
-        plan: The plan.
-    """
+    """The lines that called torch in a proof of a plan with these arguments; none if it is not proved by them."""
     leaves, spec = flatten((args, kwargs))
     args, kwargs = unflatten([_without_shards(leaf) for leaf in leaves], spec)
     proved: list[UnitPlan | None] = []

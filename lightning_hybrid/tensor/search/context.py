@@ -54,15 +54,7 @@ _ExchangedGroup = tuple[GroupPlan, dict[str, Shard], dict[str, Shard]]
 def shard_over_context(
     unit: nn.Module, plan: UnitPlan, groups: ShardedGroups, proof: Proof, sequence_parallel: SequenceParallel
 ) -> UnitPlan:
-    """Shards the sequence over context ranks, with exchanges where positions are mixed; or says why not in the plan.
-
-    Args:
-        unit: A copy of the unit with random weights.
-        plan: The proved plan over tensor ranks; with one tensor rank, a plan that replicates everything.
-        groups: Its groups.
-        proof: Of the unit, on tensor ranks times context ranks.
-        sequence_parallel: Whether the shard of a context rank is sharded again over its tensor ranks.
-    """
+    """Shards the sequence over context ranks, with exchanges where positions are mixed; or says why not in the plan."""
     candidates = [_exchanged_group(each, groups.linears, plan.size, proof.ranks.context) for each in groups.over_all]
     reasons = [groups.not_exchanged_reason, *(found for found in candidates if isinstance(found, str))]
     exchanged = [found for found in candidates if not isinstance(found, str)]

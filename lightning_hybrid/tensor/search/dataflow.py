@@ -67,12 +67,7 @@ class LinearDataflow:
     attentions: list[str] = field(default_factory=list)
 
     def candidates(self, assigned: Collection[str] = (), no_rows: Collection[str] = ()) -> list[Pair]:
-        """Pairs columns with the rows that they feed, in the order of their run; each linear in one pair at most.
-
-        Args:
-            assigned: Linears whose role is fixed.
-            no_rows: Linears that cannot be rows; they may be columns.
-        """
+        """Pairs columns with the rows that they feed, in the order of their run; each linear in one pair at most."""
         groups: list[tuple[set[str], list[str]]] = []
         used: set[str] = set(assigned)
         rows: set[str] = set(assigned)  # their outputs are full
@@ -96,12 +91,7 @@ class LinearDataflow:
 
 
 def trace_linears(unit: nn.Module, run: Callable[[], Any]) -> LinearDataflow:
-    """Runs a unit once and records which linears feed which.
-
-    Args:
-        unit: A copy of the unit with random weights, so that a linear is recognized by its numbers.
-        run: Calls it on small inputs.
-    """
+    """Runs a unit once and records which linears feed which."""
     dataflow = LinearDataflow()
     shared = tied_parameters(unit)  # they would need several shardings
     with contextlib.ExitStack() as hooks, torch.no_grad():

@@ -100,12 +100,7 @@ class GroupSearch:
         return replace(plan, num_trials=self._ranks.num_trials)
 
     def exchanged(self, groups: list[GroupPlan] | None, *, with_heads: bool) -> tuple[list[GroupPlan], str]:
-        """Shards groups over the ranks of this search that are sharded over fewer; returns them, and why others fail.
-
-        Args:
-            groups: The groups over fewer ranks; None for all that can be found.
-            with_heads: Only groups whose outputs are viewed as heads.
-        """
+        """Shards groups that are sharded over fewer ranks, or all that are found; returns them, and why others fail."""
         self._only_with_heads = with_heads
         attentions = self._attention_groups()
         if groups is None:
@@ -347,11 +342,6 @@ def requested_pairs(
     dataflow: LinearDataflow, plan_requests: Mapping[str, Request], assigned: Collection[str] = ()
 ) -> tuple[list[Pair], dict[str, str]]:
     """Finds the pairs that a plan requests, with the linears that it does not name and they need.
-
-    Args:
-        dataflow: The dataflow of the unit.
-        plan_requests: The requests, by FQN inside the unit.
-        assigned: Linears whose role another plan has fixed.
 
     Returns:
         Columns and their rows, and what is wrong with linears that fit no pair, by FQN.

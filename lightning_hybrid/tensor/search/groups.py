@@ -64,17 +64,7 @@ def merged_plan(
     reasons: Mapping[str, str],
     rules: dict[Site, Rule] | None = None,
 ) -> UnitPlan:
-    """Merges group plans into the plan of a unit.
-
-    Args:
-        unit: The unit, or a copy.
-        size: Number of tensor ranks.
-        groups: The group plans.
-        linears: All linears that ran.
-        example: Arguments of one call.
-        reasons: Why parameters are replicated, where that is known.
-        rules: A dict that trials fill; the rules of the groups if None.
-    """
+    """Merges group plans into the plan of a unit."""
     placements: dict[str, Placement] = {fqn: Replicated() for fqn, _ in unit.named_parameters()}
     placements |= {fqn: Replicated() for fqn, _ in unit.named_buffers()}
     attributes: dict[str, dict[str, int]] = {}

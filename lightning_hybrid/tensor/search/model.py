@@ -342,12 +342,7 @@ def _can_shard(length: int, size: int) -> bool:
 
 
 def cross_entropy_failure(length: int, size: int) -> str | None:
-    """Compares a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None.
-
-    Args:
-        length: Rows of the vocabulary; a large one is replaced by a small one that is as uneven.
-        size: Number of tensor ranks.
-    """
+    """Compares a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None."""
     rows = length if length <= _MAX_ROWS * size else _MAX_ROWS * size + length % size
     generator = torch.Generator().manual_seed(0)
 

@@ -194,12 +194,6 @@ def requests_by_unit(
 ) -> dict[str, UnitRequests]:
     """Assigns the requests to units.
 
-    Args:
-        root: The user's module.
-        units: Its tensor units, by FQN.
-        by_user: Requests of the user's plan, by FQN in the root.
-        by_model: Requests of the model's own plan.
-
     Raises:
         TensorPlanError: The user wants to shard a module that is in no unit.
     """

@@ -191,14 +191,7 @@ def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_pa
 def with_ring_attention(
     plan: UnitPlan, proof: Proof, prove: Callable[..., Proof | str], sequence_parallel: SequenceParallel
 ) -> UnitPlan:
-    """Shards the sequence over context ranks with ring attention; or returns the plan with the reason why not.
-
-    Args:
-        plan: The proved plan over tensor ranks, with the reason why no heads are exchanged over context ranks.
-        proof: Of the unit, on tensor ranks times context ranks.
-        prove: Makes a proof whose example has at least ``least`` positions, or returns why that is not possible.
-        sequence_parallel: Whether the shard of a context rank is sharded again over its tensor ranks.
-    """
+    """Shards the sequence over context ranks with ring attention; or returns the plan with the reason why not."""
     sequence = find_sequence(proof)
     if sequence is None or plan.context == 1:
         return plan

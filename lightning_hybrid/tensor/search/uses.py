@@ -42,12 +42,7 @@ class UnitCalls:
 
 @contextlib.contextmanager
 def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.Module]) -> Iterator[UnitCalls]:
-    """Records the calls of units while a step is recorded in this context.
-
-    Args:
-        units: The tensor units.
-        pipeline_units: Modules that the recording runs as one operation; reads inside of them are recorded here.
-    """
+    """Records the calls of units, and reads in modules that run as one operation, while a step is recorded inside."""
     calls = UnitCalls()
     running = calls.running
 

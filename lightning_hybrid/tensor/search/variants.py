@@ -44,15 +44,7 @@ class Variant:
 def variants(
     unit: nn.Module, dataflow: LinearDataflow, columns: tuple[str, ...], rows: tuple[str, ...], size: int
 ) -> Iterator[Variant]:
-    """Yields all variants of a group.
-
-    Args:
-        unit: The unit, or a copy.
-        dataflow: The dataflow of the unit.
-        columns: The column-parallel linears (sharded by output features).
-        rows: The row-parallel linears (sharded by input features).
-        size: Number of tensor ranks.
-    """
+    """Yields all variants of a group."""
     column_linears = [dataflow.linears[fqn] for fqn in columns]
     seen: list[object] = []
     for row_placements, row_words in _row_placements([dataflow.linears[fqn] for fqn in rows], dataflow, size):
@@ -76,10 +68,7 @@ def variants(
 def uneven_sizes(
     dataflow: LinearDataflow, columns: tuple[str, ...], rows: tuple[str, ...], size: int
 ) -> dict[str, tuple[int, str]]:
-    """Finds sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
-
-    Arguments as for `variants`.
-    """
+    """Finds sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first."""
     uneven = {}
     for fqn in columns:
         _, seen = dataflow.arrangements[fqn].pieces(dataflow.linears[fqn].num_out)
@@ -250,16 +239,7 @@ class GroupTrials:
         *,
         check_gradients: bool,
     ) -> None:
-        """Binds the trials to a unit and to the ranks of its proof.
-
-        Args:
-            proof: Of the unit, on these ranks.
-            linears: All linears that ran.
-            reasons: Why parameters are replicated; a live mapping, entries that are added later count.
-            excluded: As the attribute.
-            stored: For an exchange of positions: the placements over tensor ranks.
-            check_gradients: Whether gradients are compared too, and not outputs alone.
-        """
+        """Binds the trials to a proof; entries that are added to ``reasons`` later count."""
         self.excluded = excluded
         self._check_gradients = check_gradients
         self._proof, self._linears, self._reasons, self._stored = proof, linears, reasons, stored
