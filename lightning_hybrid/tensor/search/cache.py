@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -30,7 +30,7 @@ from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.step.objects.names import TENSOR
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, full_shape
-from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.proof.narrow import narrow_layer
 from lightning_hybrid.tensor.proof.proof import prove_cached
 from lightning_hybrid.tensor.search.requests import UnitRequests
@@ -64,26 +64,13 @@ class PlanCache:
         self._searched: dict[str, Any] = {}
 
     def find(
-        self,
-        unit: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        size: int,
-        *,
-        keep_replicated: Mapping[str, str],
-        plan_requests: UnitRequests,
-        context: int = 1,
-        sequence_parallel: SequenceParallel = None,
-        vocabulary: Mapping[str, int] | None = None,
+        self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, **options: Any
     ) -> UnitPlan:
         """A unit's plan, from the file if its proof passes and else from `plan_unit`; arguments as there."""
-        by_rows = {name: f"by vocabulary along {dim}" for name, dim in (vocabulary or {}).items()}
-        key = digest_of(
-            unit, args, kwargs, (size, context), {**keep_replicated, **by_rows}, plan_requests, sequence_parallel
-        )
+        key = digest_of(unit, args, kwargs, size, options)
         with contextlib.suppress(Exception):
             read = from_json(self._plans[key]["plan"])
-            if not _fits_unit(read, unit, size, context, keep_replicated):
+            if not _fits_unit(read, unit, size, options):
                 raise ValueError("a plan for another unit")
             # A plan that shards nothing is right, and may be for a unit that cannot be tried.
             shards_something = read.num_sharded or read.positions is not None
@@ -91,17 +78,7 @@ class PlanCache:
             if plan is not None:
                 self.num_read += 1
                 return plan
-        plan = plan_unit(
-            unit,
-            args,
-            kwargs,
-            size,
-            keep_replicated=keep_replicated,
-            context=context,
-            sequence_parallel=sequence_parallel,
-            plan_requests=plan_requests,
-            vocabulary=vocabulary,
-        )
+        plan = plan_unit(unit, args, kwargs, size, **options)
         self.num_searched += 1
         with contextlib.suppress(TypeError):
             written = to_json(replace(plan, calls=frozenset(), num_trials=0, seconds=0.0))
@@ -146,17 +123,17 @@ def prove_again(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return prove_cached(unit, args, kwargs, plan) if isinstance(narrow, str) else narrow.prove_cached(plan)
 
 
-def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, context: int, keep_replicated: Collection[str]) -> bool:
+def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, options: Mapping[str, Any]) -> bool:
     """Whether a plan fits a unit; one that shards parameters which others read does not, although it is proved."""
     names = {name for name, _ in (*unit.named_parameters(), *unit.named_buffers())}
     sharded = {name for name, placement in plan.placements.items() if isinstance(placement, Shard)}
-    if plan.size != size or plan.placements.keys() != names or sharded & set(keep_replicated):
+    if plan.size != size or plan.placements.keys() != names or sharded & set(options.get("keep_replicated") or ()):
         return False
     if plan.positions is None or plan.positions.by == "tensor":
         return plan.full_sequence_plan is None
     full_sequence_plan = plan.full_sequence_plan
     same_storage = full_sequence_plan.placements == plan.placements if full_sequence_plan is not None else size == 1
-    return plan.context == context and same_storage
+    return plan.context == options.get("context", 1) and same_storage
 
 
 # Tensor plans as readable JSON, and back, checked against the types of the dataclass fields.
@@ -273,21 +250,16 @@ def _plain(value: Any) -> Any:
 
 
 def digest_of(
-    unit: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    sizes: tuple[int, int],
-    keep_replicated: Mapping[str, str],
-    requested: UnitRequests,
-    sequence_parallel: SequenceParallel = None,
+    unit: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int, options: Mapping[str, Any]
 ) -> str:
-    """Computes the key of a unit's plan."""
+    """Computes the key of a unit's plan for a call; size and options are those of `plan_unit`."""
+    asked = {name: value.key if isinstance(value, UnitRequests) else value for name, value in options.items() if value}
     classes = {base for module in unit.modules() for base in type(module).__mro__}
     described = (
         [(name, _module(module)) for name, module in unit.named_modules()],
         sorted(_class(base) for base in classes if not f"{base.__module__}.".startswith(_LIBRARIES)),
         _value((args, dict(kwargs))),
-        (sizes, sequence_parallel, sorted(keep_replicated.items()), requested.key),
+        (size, sorted(asked.items())),
         (torch.__version__, sys.version_info[:3], _search_source()),
     )
     return hashlib.sha256(repr(described).encode()).hexdigest()

@@ -11,13 +11,13 @@ from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.params.placement import Placement, Shard
-from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Group, LinearLike, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.runtime.attention import attention_placements
 from lightning_hybrid.tensor.search.context import ONE_TENSOR_RANK
 from lightning_hybrid.tensor.search.dataflow import LinearDataflow, Pair, trace_linears
 from lightning_hybrid.tensor.search.groups import GroupPlan
-from lightning_hybrid.tensor.search.requests import Origin, Request, UnitRequests
+from lightning_hybrid.tensor.search.requests import Origin, Request, UnitRequests, UnitTask
 from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
 from lightning_hybrid.tensor.search.variants import GroupTrials, StoredPlacements, uneven_sizes, variants
 
@@ -39,61 +39,52 @@ class GroupSearch:
 
     def __init__(
         self,
-        unit: nn.Module,
+        task: UnitTask,
         proof: Proof,
-        excluded: Mapping[str, str],
-        plan_requests: UnitRequests,
-        sequence_parallel: SequenceParallel,
-        vocabulary: Mapping[str, int],
         dataflow: LinearDataflow | None = None,
         stored: StoredPlacements | None = None,
         check_gradients: bool = False,
     ) -> None:
-        """Binds the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
+        """Binds the search to a unit and to the ranks of its proof, which may be others than the task's.
 
-        `unit`, `plan_requests`, `sequence_parallel` and `vocabulary` are those of `plan_unit`; `dataflow` is that
-        of the unit, if known, and `stored` the placements over tensor ranks, for exchanges of positions. With
-        `check_gradients` trials compare gradients too; the proof always does.
+        ``dataflow`` is that of the unit, if known, and ``stored`` the placements over tensor ranks, for exchanges of
+        positions. With ``check_gradients`` trials compare gradients too; the proof always does.
         """
         self.groups: list[GroupPlan] = []
         self.proof_failed = False
-        self._given = unit, proof, excluded, plan_requests, sequence_parallel, vocabulary
-        self._user_unit, _, self._replicated, self._requests, self._sequence_parallel, self._vocabulary = self._given
+        self._task, self._requests = task, task.requests
         self._only_with_heads = False
         self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
         self._dataflow = trace_linears(proof.unit, proof.run_unit) if dataflow is None else dataflow
         self.linears: Mapping[str, LinearLike] = self._dataflow.linears
-        self.reasons: dict[str, str] = dict(excluded)
+        self.reasons: dict[str, str] = dict(task.excluded)
         self._trials = GroupTrials(
-            proof, self.linears, self.reasons, dict(excluded), stored, check_gradients=check_gradients
+            proof, self.linears, self.reasons, dict(task.excluded), stored, check_gradients=check_gradients
         )
         self._unpaired: dict[str, str] = {}  # of linears in no pair
         self._uneven: dict[str, tuple[int, str]] = {}
         self._notes: list[str] = []
 
-    def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement], size: int, context: int) -> GroupSearch:
-        """Makes a search over all ranks (`size` tensor ranks times `context` context ranks) of the same unit.
-
-        `proof` is on all ranks; `placements` are those of the stored parameters over tensor ranks.
-        """
-        stored = StoredPlacements(placements, size, context)
-        return GroupSearch(self._user_unit, proof, self._replicated, UnitRequests(), None, {}, self._dataflow, stored)
+    def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement]) -> GroupSearch:
+        """Makes a search on all ranks, those of `proof`, for parameters with these placements on tensor ranks."""
+        stored = StoredPlacements(placements, self._task.size, self._task.context)
+        return GroupSearch(replace(self._task, requests=UnitRequests()), proof, self._dataflow, stored)
 
     def with_gradients(self) -> GroupSearch:
         """Makes the same search with trials that compare gradients too."""
-        return GroupSearch(*self._given, dataflow=self._dataflow, check_gradients=True)
+        return GroupSearch(self._task, self._proof, self._dataflow, check_gradients=True)
 
     def run(self) -> UnitPlan:
         """Searches a plan, and proves it."""
         if self._size == 1:
-            return UnitPlan.unsharded(self._user_unit, self._size, ONE_TENSOR_RANK)
+            return self._task.unsharded(ONE_TENSOR_RANK)
         groups = self.groups = [*self._vocabulary_groups(), *self._attention_groups(), *self._linear_pairs()]
         groups += self._gathered_linears({fqn for group in groups for fqn in group.roles()})
         plan = self._prove(groups)
         # Vocabulary-parallel lookups and products need all positions.
-        if self._sequence_parallel is not None and plan.num_sharded and not plan.vocabulary:
-            sequence = find_sequence(self._proof)
-            shard = partial(plan_sequence, self._unit, plan, self._proof, self._sequence_parallel, sequence=sequence)
+        by = self._task.sequence_parallel if self._task.context == 1 else None
+        if by is not None and plan.num_sharded and not plan.vocabulary:
+            shard = partial(plan_sequence, self._unit, plan, self._proof, by, sequence=find_sequence(self._proof))
             guessed = shard(guess=True, prove=False)
             is_right = guessed.full_sequence_reason or self._proof.first_failure(guessed) is None
             plan = guessed if is_right else shard(guess=False)
@@ -140,9 +131,9 @@ class GroupSearch:
     def _vocabulary_groups(self) -> list[GroupPlan]:
         """Vocabulary-parallel weights of embeddings and heads; they are in no pair of linears."""
         groups = []
-        lengths = {name: self._unit.get_parameter(name).shape[dim] for name, dim in self._vocabulary.items()}
+        lengths = {name: self._unit.get_parameter(name).shape[dim] for name, dim in self._task.vocabulary.items()}
         for length in sorted(set(lengths.values())):
-            dims = {name: dim for name, dim in self._vocabulary.items() if lengths[name] == length}
+            dims = {name: dim for name, dim in self._task.vocabulary.items() if lengths[name] == length}
             shards = {name: Shard.unevenly(dim, length, self._size) for name, dim in dims.items()}
             rows = next(iter(shards.values())).local_length
             group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank", "found")
@@ -230,19 +221,17 @@ class GroupSearch:
         best: GroupPlan | None = None
         more, num_wrong = _EXTRA_TRIALS, 0
         least_wrong = math.inf, "its sizes cannot be divided"
-        for variant in variants(self._unit, self._dataflow, *pair, self._size):
+        for candidate in variants(self._unit, self._dataflow, pair, self._size, origin):
             if best is not None and (not best.avoidable or not more):
                 break
             more -= best is not None
-            linears = Group("column", *pair, variant.how, origin)
-            candidate = GroupPlan(linears, dict(variant.placements), variant.attributes, variant.offsets)
             group, failure = self._trials.try_group(candidate)
             if group is not None and (best is None or not group.watched):
                 best = group
             if group is None:
                 error, num_wrong = self._proof.relative_error, num_wrong + 1
                 if num_wrong == 1 or error < least_wrong[0]:
-                    least_wrong = error, f"{failure} (sharded {variant.how}"
+                    least_wrong = error, f"{failure} (sharded {candidate.group.how}"
         if best is not None:
             return best, ""
         uneven = uneven_sizes(self._dataflow, *pair, self._size)
@@ -265,13 +254,13 @@ class GroupSearch:
     def _gathered_linears(self, assigned: set[str]) -> list[GroupPlan]:
         """Linears in no pair, column-parallel with their outputs gathered."""
         by_user, by_model = self._requests.by_user, self._requests.by_model
-        total = sum(p.numel() for p in self._user_unit.parameters())
+        total = sum(p.numel() for p in self._task.unit.parameters())
         groups = []
         for fqn, linear in self.linears.items():
             if fqn in assigned:
                 continue
             names = [linear.parameter(name) for name in ("weight", "bias")[: 1 + linear.has_bias]]
-            numel = sum(self._user_unit.get_parameter(name).numel() for name in names)
+            numel = sum(self._task.unit.get_parameter(name).numel() for name in names)
             is_small = numel < _SMALL_SHARE * total and fqn not in by_user
             if NOT_A_MULTIPLE in self._unpaired.get(fqn, "") and linear.num_out % self._size:
                 self._replicate(names, self._unpaired[fqn])
@@ -322,7 +311,7 @@ class GroupSearch:
             plan = self._trials.plan(groups)
             failure = self._proof.first_failure(plan)
         if failure is not None:
-            plan = UnitPlan.unsharded(self._user_unit, self._size, failure)
+            plan = self._task.unsharded(failure)
         return replace(plan, uneven=self._uneven, notes=tuple(self._notes))
 
 

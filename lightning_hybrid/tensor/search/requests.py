@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
-from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.dataflow import may_be_linear
 
 Wanted = Literal["column", "row", "gathered", "replicated"]
@@ -187,6 +187,33 @@ class UnitRequests:
             if request.wanted == "replicated"
             for name, _ in unit.get_submodule(fqn).named_parameters(recurse=False)
         }
+
+
+@dataclass(frozen=True)
+class UnitTask:
+    """What a plan of a unit is searched for.
+
+    Attributes:
+        unit: The user's unit.
+        size: Number of tensor ranks.
+        context: Number of context ranks.
+        sequence_parallel: "tensor" to shard positions over tensor ranks between regions.
+        requests: The requests of plans for its modules.
+        vocabulary: Parameters to shard by vocabulary: FQN -> dim.
+        excluded: Parameters that stay replicated, each with the reason.
+    """
+
+    unit: nn.Module
+    size: int
+    context: int = 1
+    sequence_parallel: SequenceParallel = None
+    requests: UnitRequests = UnitRequests()
+    vocabulary: Mapping[str, int] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+    def unsharded(self, reason: str) -> UnitPlan:
+        """The plan that replicates everything."""
+        return UnitPlan.unsharded(self.unit, self.size, reason)
 
 
 def requests_by_unit(

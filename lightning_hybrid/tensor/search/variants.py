@@ -15,36 +15,18 @@ from typing import Any
 from torch import nn
 
 from lightning_hybrid.params.placement import Piece, Placement, Shard
-from lightning_hybrid.tensor.plan import LinearLike, Rule, Site, UnitPlan
+from lightning_hybrid.tensor.plan import Group, LinearLike, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.search.context import stored_placements
-from lightning_hybrid.tensor.search.dataflow import Arrangement, LinearDataflow
+from lightning_hybrid.tensor.search.dataflow import Arrangement, LinearDataflow, Pair
 from lightning_hybrid.tensor.search.groups import GroupPlan, merged_plan
 
 Attributes = dict[str, dict[str, int]]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One sharding of a group.
-
-    Attributes:
-        placements: Placements of the group's parameters, by FQN.
-        attributes: Integer attributes that are divided: FQN of the module -> name -> local value.
-        offsets: Whether the code indexes the columns' outputs with offsets of the full output.
-        how: A description.
-    """
-
-    placements: Mapping[str, Placement]
-    attributes: Attributes
-    offsets: bool
-    how: str
-
-
-def variants(
-    unit: nn.Module, dataflow: LinearDataflow, columns: tuple[str, ...], rows: tuple[str, ...], size: int
-) -> Iterator[Variant]:
-    """Yields all variants of a group."""
+def variants(unit: nn.Module, dataflow: LinearDataflow, pair: Pair, size: int, origin: str) -> Iterator[GroupPlan]:
+    """Yields all variants of a pair over some ranks, for the authority that has asked for it; each with its words."""
+    columns, rows = pair
     column_linears = [dataflow.linears[fqn] for fqn in columns]
     seen: list[object] = []
     for row_placements, row_words in _row_placements([dataflow.linears[fqn] for fqn in rows], dataflow, size):
@@ -62,7 +44,8 @@ def variants(
                     if key not in seen:
                         seen.append(key)
                         texts = [words, row_words, which, "offsets divided" if offsets else ""]
-                        yield Variant(placements, attributes, offsets, ", ".join(text for text in texts if text))
+                        how = ", ".join(text for text in texts if text)
+                        yield GroupPlan(Group("column", *pair, how, origin), dict(placements), attributes, offsets)
 
 
 def uneven_sizes(
