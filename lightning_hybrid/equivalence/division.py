@@ -37,15 +37,10 @@ _WIDTHS = ("dim", "size", "width", "features", "channels")
 
 @dataclass(frozen=True)
 class Division:
-    """Sizes that are divided by a factor.
+    """Sizes that are divided by a factor."""
 
-    Attributes:
-        factor: A power of two.
-        sizes: The sizes.
-    """
-
-    factor: int
-    sizes: frozenset[int]
+    factor: int  # a power of two
+    sizes: frozenset[int]  # the sizes
 
     def of(self, size: int) -> int:
         """The size in the narrow copy."""

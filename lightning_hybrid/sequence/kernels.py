@@ -26,17 +26,14 @@ class Scores:
     """How the scores of a block are made.
 
     Attributes:
-        scale: Factor of the products of queries and keys.
-        is_causal: Whether query i attends to keys 0 to i of the block.
         mask: None, a boolean tensor of the pairs that attend, or addends of the scores; broadcast to
             ``(batch, heads, queries, keys)``.
-        mask_needs_grad: Whether the backward returns the gradient of the mask.
     """
 
-    scale: float
-    is_causal: bool = False
+    scale: float  # factor of the products of queries and keys
+    is_causal: bool = False  # whether query i attends to keys 0 to i of the block
     mask: Tensor | None = None
-    mask_needs_grad: bool = False
+    mask_needs_grad: bool = False  # whether the backward returns the gradient of the mask
 
 
 class Kernel(Protocol):

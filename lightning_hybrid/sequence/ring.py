@@ -34,7 +34,7 @@ from lightning_hybrid.sequence.order import (
     with_positions,
 )
 from lightning_hybrid.sequence.positions import SequenceSharding, local_positions
-from lightning_hybrid.tensor.collectives import ExchangingRanks, LinearMap, enter
+from lightning_hybrid.tensor.collectives import LinearMap, Ranks, enter
 
 
 def ring_attention(
@@ -126,7 +126,7 @@ def _addend(mask: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=torch.get_default_dtype()).masked_fill(~mask, -torch.inf)
 
 
-def _in_order(run: Any, adjoint: Any, tensors: list[Tensor], order: RingOrder, ranks: ExchangingRanks) -> list[Tensor]:
+def _in_order(run: Any, adjoint: Any, tensors: list[Tensor], order: RingOrder, ranks: Ranks) -> list[Tensor]:
     """Redistributes ``(batch, heads, positions, features)`` over the ranks, in one message where sizes permit."""
     if not order.is_causal:
         return tensors
@@ -147,7 +147,7 @@ class _RingAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        ranks: ExchangingRanks,
+        ranks: Ranks,
         order: RingOrder,
         scale: float,
     ) -> Tensor:
@@ -222,7 +222,7 @@ class _Passed:
         tensors: Those that this rank has now, ``(batch, heads, positions, features)``.
     """
 
-    def __init__(self, tensors: list[Tensor], order: RingOrder, ranks: ExchangingRanks) -> None:
+    def __init__(self, tensors: list[Tensor], order: RingOrder, ranks: Ranks) -> None:
         self.tensors, self._order, self._ranks = tensors, order, ranks
 
     def pass_on(self, current: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,32 +16,32 @@ from lightning_hybrid.shared_memory.collectives import shared_memory
 from lightning_hybrid.tensor.plan import Axis
 
 
-class Ranks(Protocol):
-    """The ranks that a layer is sharded over, as seen by one of them.
+class Ranks:
+    """The ranks that a layer is sharded over, as one of them sees it; in this class it is the only one.
 
     Attributes:
         rank: The number of this rank among them.
         size: The number of ranks.
     """
 
-    rank: int
-    size: int
+    rank, size = 0, 1
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums a contiguous tensor of any shape over the ranks, in place."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in their order; all have one shape."""
+        return [tensor]
 
-
-class ExchangingRanks(Ranks, Protocol):
-    """Ranks that a sequence may be sharded over."""
-
-    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size], /) -> list[Tensor]:
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
+        return blocks
 
 
-class GroupRanks:
+ONE_RANK = Ranks()
+
+
+class GroupRanks(Ranks):
     """The ranks of a process group: through shared memory where they are on one host, else by its collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -81,31 +81,12 @@ class GroupRanks:
         return [torch.view_as_complex(block) for block in found] if blocks[0].is_complex() else found
 
 
-def as_ranks(group: dist.ProcessGroup | ExchangingRanks | None) -> ExchangingRanks:
-    """The ranks of a group; a single rank for None."""
-    if group is None:
-        return OneRank()
+def as_ranks(group: dist.ProcessGroup | Ranks) -> Ranks:
+    """The ranks of a group."""
     return GroupRanks(group) if isinstance(group, dist.ProcessGroup) else group
 
 
-class OneRank:
-    """A group of one rank: its collectives return their input."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leaves the tensor, of any shape, as it is."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of this rank alone, of any shape."""
-        return [tensor]
-
-    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The block of this rank alone, of any shape."""
-        return blocks
-
-
-class PairedRanks:
+class PairedRanks(Ranks):
     """The ranks of two axes together: `rank = outer rank * inner size + inner rank`."""
 
     def __init__(self, outer: Ranks, inner: Ranks) -> None:
@@ -121,6 +102,10 @@ class PairedRanks:
         """The tensors of all ranks, in their order; all have one shape."""
         of_inner = torch.stack(self._inner.all_gather(tensor))
         return [block for blocks in self._outer.all_gather(of_inner) for block in blocks.unbind()]
+
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """Is not needed, for blocks of any shape: positions are exchanged over one axis."""
+        raise NotImplementedError
 
 
 def paired(outer: Ranks, inner: Ranks) -> Ranks:
@@ -276,25 +261,17 @@ Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 
 class Collective(NamedTuple):
-    """One collective of a rank.
+    """One collective of a rank."""
+
+    kind: Kind  # its name
+    nbytes: int  # of the tensor that the rank puts in
+    axis: Axis = "tensor"  # "tensor" or "context"
+
+
+class CountedRanks(Ranks):
+    """One of several ranks, of which the others are not there.
 
     Attributes:
-        kind: Its name.
-        nbytes: Of the tensor that the rank puts in.
-        axis: "tensor" or "context".
-    """
-
-    kind: Kind
-    nbytes: int
-    axis: Axis = "tensor"
-
-
-class CountedRanks:
-    """One of several ranks, with the collectives of the protocol `ExchangingRanks`; the others are not there.
-
-    Attributes:
-        rank: The number of this rank.
-        size: The number of ranks.
         done: The collectives so far; ranks of two axes may share one list.
     """
 

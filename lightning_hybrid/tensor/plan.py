@@ -23,27 +23,16 @@ NOT_A_MULTIPLE = "not a multiple of"  # in each reason that names a size which t
 
 @dataclass(frozen=True)
 class LinearLike:
-    """A module that multiplies its input by a weight: a linear layer, in either weight layout, or a convolution.
+    """A module that multiplies its input by a weight: a linear layer, in either weight layout, or a convolution."""
 
-    Attributes:
-        fqn: FQN inside the unit.
-        out_dim: Dim of the weight that holds the output features (filters).
-        in_dim: Dim of the weight that holds the input features (channels).
-        feature_dim: Dim of inputs and outputs that holds the features, counted from the end.
-        is_convolution: Whether the module's own forward is called; otherwise it is one matrix product.
-        num_out: Number of output features.
-        num_in: Number of input features.
-        has_bias: Whether a bias is added.
-    """
-
-    fqn: str
-    out_dim: int
-    in_dim: int
-    feature_dim: int
-    is_convolution: bool
-    num_out: int
-    num_in: int
-    has_bias: bool
+    fqn: str  # FQN inside the unit
+    out_dim: int  # dim of the weight that holds the output features (filters)
+    in_dim: int  # dim of the weight that holds the input features (channels)
+    feature_dim: int  # dim of inputs and outputs that holds the features, counted from the end
+    is_convolution: bool  # whether the module's own forward is called; otherwise it is one matrix product
+    num_out: int  # number of output features
+    num_in: int  # number of input features
+    has_bias: bool  # whether a bias is added
 
     def parameter(self, name: str) -> str:
         """The FQN of its weight or bias."""

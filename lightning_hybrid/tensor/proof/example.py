@@ -23,15 +23,10 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of one call of a unit.
+    """The arguments of one call of a unit."""
 
-    Attributes:
-        leaves: The flattened arguments; floating tensors have the dtype of the proof.
-        spec: The structure of the arguments.
-    """
-
-    leaves: tuple[Any, ...]
-    spec: Spec | None
+    leaves: tuple[Any, ...]  # the flattened arguments; floating tensors have the dtype of the proof
+    spec: Spec | None  # the structure of the arguments
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
         """Makes args and kwargs of one run, and the inputs that need a gradient by leaf index; shapes of the leaves."""

@@ -46,10 +46,6 @@ class Proof:
     """Compares sharded runs of a unit with the unsharded unit on one example.
 
     Attributes:
-        unit: A copy of the unit with random weights.
-        example: Its arguments.
-        ranks: Runs it on all ranks.
-        dtype: Dtype of weights and arguments.
         first: Train mode with gradients: the setting that finds most errors.
         eval_mode: Eval mode without gradients, in which units may run other code than in training.
         without_modes: Eval mode without function modes, as in a run of the user: torch takes other paths there.
@@ -58,10 +54,10 @@ class Proof:
         relative_error: What the last run differed by; infinite where not by numbers alone.
     """
 
-    unit: nn.Module
-    example: Example
-    ranks: TrialRanks
-    dtype: torch.dtype
+    unit: nn.Module  # a copy of the unit with random weights
+    example: Example  # its arguments
+    ranks: TrialRanks  # runs it on all ranks
+    dtype: torch.dtype  # dtype of weights and arguments
 
     def __post_init__(self) -> None:
         first = self.first = Setting(dtype=self.dtype)

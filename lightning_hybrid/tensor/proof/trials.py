@@ -22,44 +22,30 @@ from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.tensors import materialize
 from lightning_hybrid.step.tracing.asides import taking_asides
 from lightning_hybrid.step.tracing.lines import TorchCall, TorchCallSites
+from lightning_hybrid.tensor.collectives import Ranks
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.proof.example import Example
-from lightning_hybrid.tensor.region import AroundDraw
-from lightning_hybrid.tensor.runtime.unit import ShardedUnit
+from lightning_hybrid.tensor.runtime.unit import ShardedUnit, unit_on_trial
 
 
 @dataclass
 class Outcome:
-    """The outputs, gradients and buffers of one run.
+    """The outputs, gradients and buffers of one run."""
 
-    Attributes:
-        outputs: The leaves of the unit's result, and its side outputs.
-        grads: Gradients by name: of parameters by FQN, of inputs by "input <leaf index>".
-        buffers: Buffers after the run, by FQN.
-        path: The torch calls of the unsharded unit, each with its line.
-    """
-
-    outputs: list[Any]
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    path: list[TorchCall] = field(default_factory=list)
+    outputs: list[Any]  # the leaves of the unit's result, and its side outputs
+    grads: dict[str, Tensor] = field(default_factory=dict)  # of parameters by FQN, of inputs by "input <leaf index>"
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # buffers after the run, by FQN
+    path: list[TorchCall] = field(default_factory=list)  # the torch calls of the unsharded unit, each with its line
 
 
 @dataclass
 class Setting:
-    """The modes in which a unit is run.
+    """The modes in which a unit is run."""
 
-    Attributes:
-        training: Train mode instead of eval mode.
-        grad: With gradients, of outputs weighted by `_cotangent`.
-        exact: Under `DeterministicMode`.
-        dtype: Dtype of all floating values.
-    """
-
-    training: bool = True
-    grad: bool = True
-    exact: bool = True
-    dtype: torch.dtype = torch.float64
+    training: bool = True  # train mode instead of eval mode
+    grad: bool = True  # with gradients, of outputs weighted by `_cotangent`
+    exact: bool = True  # under `DeterministicMode`
+    dtype: torch.dtype = torch.float64  # dtype of all floating values
 
     def __str__(self) -> str:
         return f"{'train' if self.training else 'eval'} mode, {'with' if self.grad else 'without'} gradients"
@@ -205,12 +191,7 @@ class TrialRanks:
         for fqn, buffer in self._unsharded.named_buffers():
             local[fqn] = shard_tensor(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: tensor for fqn, tensor in local.items() if tensor.requires_grad and fqn not in without}
-        # Nothing is drawn; and threads that access torch's generator can deadlock: its lock's owner waits for the
-        # interpreter's lock if garbage is collected at that moment.
-        around: AroundDraw = contextlib.nullcontext
-        runner = ShardedUnit(
-            unit, plan, ranks, context=context, tensors=lambda: local, around_draw=around, around_local_draw=around
-        )
+        runner = unit_on_trial(unit, plan, ranks, context, local)
         runner.learning = learning
         if index == 0:
             self.first_unit = runner
@@ -258,8 +239,8 @@ class _ThreadGroup:
         self.slots: list[Any] = [None] * size
 
 
-class ThreadRanks:
-    """One rank of a trial, with the collectives of the protocol `Ranks` between threads."""
+class ThreadRanks(Ranks):
+    """One rank of a trial; its collectives are between threads."""
 
     def __init__(self, rank: int, group: _ThreadGroup) -> None:
         self.rank, self.size, self._group = rank, group.size, group
@@ -286,10 +267,10 @@ class ThreadRanks:
             raise TrialFailed(f"ranks exchange tensors of shapes {[tuple(other.shape) for other in gathered]}")
         return gathered
 
-    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one tensor to each rank; returns the tensor from each rank, in these shapes."""
         group = self._group
-        group.slots[self.rank] = [tensor.detach() for tensor in parts]
+        group.slots[self.rank] = [tensor.detach() for tensor in blocks]
         group.barrier.wait()
         received = [sent[self.rank] for sent in group.slots]
         group.barrier.wait()

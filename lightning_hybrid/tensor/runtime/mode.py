@@ -29,7 +29,7 @@ from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.randomness.generators import draws
 from lightning_hybrid.step.objects.names import names
-from lightning_hybrid.tensor.collectives import OneRank, Ranks
+from lightning_hybrid.tensor.collectives import Ranks
 from lightning_hybrid.tensor.plan import Rule, Site
 from lightning_hybrid.tensor.region import BROADCAST, linear_of, mark, mark_all, sharded_over, site_of_call, tensors_in
 
@@ -75,7 +75,7 @@ class RegionMode(TorchFunctionMode):
         self._learning, self.rules = learning, rules
         self._enter, self._names, self._cut_ids, self._around_draw = enter, names, cut_ids, around_draw
         self._regions = {ranks.size: ranks for ranks in regions}
-        self._over: Ranks = OneRank()  # that the values of the current operation are sharded over
+        self._over = Ranks()  # that the values of the current operation are sharded over
         self._batch, self._positions = batch, positions
         self.inside: set[str] = set()
         self.outside: set[str] = set()

@@ -40,7 +40,7 @@ from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatte
 from lightning_hybrid.step.standins.tensors import full_shape, materialize_call
 from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.tensor.collectives import (
-    ExchangingRanks,
+    ONE_RANK,
     GroupRanks,
     Ranks,
     as_ranks,
@@ -53,7 +53,6 @@ from lightning_hybrid.tensor.plan import UnitPlan, local_positions
 from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankDraws, sharded_over
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
 from lightning_hybrid.tensor.runtime.mode import RegionMode
-from lightning_hybrid.tensor.runtime.proved import ProvedCalls
 
 Tensors = Mapping[str, Tensor]
 Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them
@@ -82,7 +81,6 @@ class ShardedUnit:
         num_sharded_sequences: Number of forwards in which the sequence was sharded.
         vocabularies: The row ranges of parameters that are sharded along their vocabulary, by FQN.
         num_gathers: How often such parameters, and values computed from them, were gathered in forwards.
-        proved: The checks of its forwards; None where no user code runs in them.
         compiled: If set, runs the user's forward compiled where no mode is needed, with forwards for its linears.
     """
 
@@ -90,12 +88,14 @@ class ShardedUnit:
         self,
         unit: nn.Module,
         plan: UnitPlan,
-        ranks: dist.ProcessGroup | ExchangingRanks,
+        ranks: dist.ProcessGroup | Ranks,
         *,
-        context: dist.ProcessGroup | ExchangingRanks | None = None,
+        context: dist.ProcessGroup | Ranks = ONE_RANK,
         tensors: Callable[[], Tensors] | None = None,
         around_draw: AroundDraw | None = None,
         around_local_draw: AroundDraw | None = None,
+        fqn: str = "",
+        keeps_sharded: bool = False,
     ) -> None:
         """Binds a unit to its plan, and to the ranks.
 
@@ -108,16 +108,13 @@ class ShardedUnit:
         self._positions = local_positions(plan)
         by = self._positions and self._positions.by
         self._all = paired(self._ranks, self._context) if by in ("context", "both") else self._ranks
-        self.fqn = ""
-        self.learning = self.keeps_sharded = False
+        self.fqn, self.keeps_sharded = fqn, keeps_sharded
+        self.learning = False
         self.last_region_mode: RegionMode | None = None
         self.last_sequence: ShardedSequence | None = None
         self.num_gathers = self.num_sharded_sequences = 0
         self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
-        self.proved: ProvedCalls | None = None
-        if plan.calls and not all(type(module).__module__.startswith("torch.") for module in unit.modules()):
-            self.proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=self._on_any_rank, meet=self._meet)
         self._path: TorchCallSites | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
@@ -153,7 +150,8 @@ class ShardedUnit:
         """A context in which the unit's forward runs sharded."""
         return replaced(self._unit, "forward", self.run_sharded, reason="runs a sharded unit")
 
-    def _on_any_rank(self, vote: bool) -> bool:
+    def any_rank(self, vote: bool) -> bool:
+        """Whether any rank that holds a shard of the unit votes so; collective over these ranks."""
         device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
         votes = torch.full((1,), float(vote), device=device)
         for ranks in (self._ranks, self._context):
@@ -161,14 +159,15 @@ class ShardedUnit:
                 ranks.all_reduce(votes)
         return bool(votes)
 
-    def _meet(self, error: Exception | None) -> None:
+    def meet(self, error: Exception | None) -> None:
         """Arrive where the ranks vote; raise the error of this rank if the others wait for it elsewhere."""
         groups = [ranks.group for ranks in (self._ranks, self._context) if isinstance(ranks, GroupRanks)]
         arrivals = [(group, arrive(group)) for group in groups if group.size() > 1]
         if error is not None and not all(all_arrive(*arrival, _SECONDS_FOR_OTHERS) for arrival in arrivals):
             raise error
 
-    def _set_path(self, path: TorchCallSites | None) -> None:
+    def set_path(self, path: TorchCallSites | None) -> None:
+        """Sets the path on which the next forwards record their calls of torch; None ends that."""
         self._path = path
         if self._fallback_unit is not None:
             self._fallback_unit._path = path
@@ -326,6 +325,24 @@ class ShardedUnit:
         return any(
             isinstance(leaf, Tensor) and leaf.requires_grad and k not in grad_inputs for k, leaf in enumerate(leaves)
         )
+
+
+def unit_on_trial(unit: nn.Module, plan: UnitPlan, ranks: Ranks, context: Ranks, local: Tensors) -> ShardedUnit:
+    """A unit with these local shards of its parameters and buffers, of any shape, in which nothing is drawn."""
+    # Threads that access torch's generator can deadlock: its lock's owner waits for the interpreter's lock if garbage
+    # is collected at that moment.
+    none = contextlib.nullcontext
+    return ShardedUnit(
+        unit, plan, ranks, context=context, tensors=lambda: local, around_draw=none, around_local_draw=none
+    )
+
+
+def shards_of(unit: nn.Module, plan: UnitPlan, rank: int) -> dict[str, Tensor]:
+    """A tensor rank's shards, of any shape, of the parameters and buffers of a unit, by FQN."""
+    return {
+        fqn: shard_tensor(tensor.detach(), plan.placements[fqn], rank, plan.size).requires_grad_(tensor.requires_grad)
+        for fqn, tensor in (*unit.named_parameters(), *unit.named_buffers())
+    }
 
 
 def _check_forward(fqn: str, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from functools import partial
 from torch import nn
 
 from lightning_hybrid.params.placement import Placement, Shard, split_over_two_axes
-from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.plan import RING, LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.search.groups import GroupPlan, merged_plan
 from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
@@ -30,21 +30,13 @@ ONE_TENSOR_RANK = "context ranks hold all parameters"
 
 @dataclass(frozen=True)
 class ShardedGroups:
-    """The groups of linears of a unit, sharded over tensor ranks and over all ranks.
+    """The groups of linears of a unit, sharded over tensor ranks and over all ranks."""
 
-    Attributes:
-        linears: All linears that ran.
-        over_tensor: The groups sharded over tensor ranks.
-        over_all: The same, and others where there is one tensor rank, sharded over tensor ranks times context ranks.
-        reasons: Why parameters are replicated, where that is known.
-        not_exchanged_reason: Why some groups cannot be sharded over all ranks.
-    """
-
-    linears: Mapping[str, LinearLike]
-    over_tensor: list[GroupPlan]
-    over_all: list[GroupPlan]
-    reasons: Mapping[str, str]
-    not_exchanged_reason: str = ""
+    linears: Mapping[str, LinearLike]  # all linears that ran
+    over_tensor: list[GroupPlan]  # the groups sharded over tensor ranks
+    over_all: list[GroupPlan]  # the same, and others where there is one tensor rank, sharded over all ranks
+    reasons: Mapping[str, str]  # why parameters are replicated, where that is known
+    not_exchanged_reason: str = ""  # why some groups cannot be sharded over all ranks
 
 
 # A group as it is stored, the features of its linears sharded over all ranks, and other parameters sharded over all.
@@ -59,18 +51,29 @@ def shard_over_context(
     reasons = [groups.not_exchanged_reason, *(found for found in candidates if isinstance(found, str))]
     exchanged = [found for found in candidates if not isinstance(found, str)]
     sequence = find_sequence(proof)
-    failures: dict[SequenceAxes, str] = {}
-    for by in _AXES[sequence_parallel]:
-        found = _with_fewest_exchanges(partial(_sharded, unit, plan, groups, proof, sequence, by), exchanged, proof)
-        if isinstance(found, UnitPlan):
-            note = f"positions of a context rank on each of its tensor ranks ({failures.get('both')})"
-            return replace(found, notes=(*found.notes, *([note] if failures else [])))
-        failures[by] = found
-    reason = "; ".join(dict.fromkeys(text for text in (*reasons, failures["context"]) if text))
+    found = _over_axes(
+        sequence_parallel,
+        lambda by: _with_fewest_exchanges(partial(_sharded, unit, plan, groups, proof, sequence, by), exchanged, proof),
+    )
+    if isinstance(found, UnitPlan):
+        return found
+    reason = "; ".join(dict.fromkeys(text for text in (*reasons, found) if text))
     return replace(plan, context=proof.ranks.context, full_sequence_reason=reason)
 
 
-_AXES: Mapping[SequenceParallel, tuple[SequenceAxes, ...]] = {"tensor": ("both", "context"), None: ("context",)}
+def _over_axes(sequence_parallel: SequenceParallel, shard: Callable[[SequenceAxes], UnitPlan | str]) -> UnitPlan | str:
+    """The plan with positions sharded over both axes if that is requested and proved, else over context ranks alone.
+
+    Returns what is wrong with the latter if neither is proved.
+    """
+    if sequence_parallel is None:
+        return shard("context")
+    over_both = shard("both")
+    over_context = shard("context") if isinstance(over_both, str) else over_both
+    if isinstance(over_context, UnitPlan) and isinstance(over_both, str):
+        note = f"positions of a context rank on each of its tensor ranks ({over_both})"
+        return replace(over_context, notes=(*over_context.notes, note))
+    return over_context
 
 
 def _with_fewest_exchanges(
@@ -185,3 +188,62 @@ def _exchanged_group(
 
 def _key(group: GroupPlan) -> tuple[object, ...]:
     return group.group.role, group.group.columns, group.group.rows
+
+
+# The search for ring attention, where context ranks cannot exchange positions for heads.
+# Nothing but attention mixes positions: the linears of all groups run on local positions, as they do over tensor ranks
+# alone, and the search only proves that.
+
+
+def with_ring_attention(
+    plan: UnitPlan, proof: Proof, prove: Callable[..., Proof | str], sequence_parallel: SequenceParallel
+) -> UnitPlan:
+    """Shards the sequence over context ranks with ring attention; or returns the plan with the reason why not."""
+    sequence = find_sequence(proof)
+    if sequence is None or plan.context == 1:
+        return plan
+    index, dim = sequence
+    least = plan.context * max(2, plan.size if sequence_parallel == "tensor" else 1)
+    if proof.example.leaves[index].shape[dim] < least:
+        longer = prove(least=least)
+        if isinstance(longer, str):
+            return _without(plan, longer)
+        proof = longer
+        sequence = find_sequence(proof)
+    if proof.value_read:
+        reason = reads_values(proof)
+        return plan if plan.full_sequence_reason == reason else _without(plan, reason)
+    before = proof.ranks.num_trials
+    found = _over_axes(sequence_parallel, partial(_attending_by_ring, plan, proof, sequence))
+    if isinstance(found, str):
+        return _without(plan, found)
+    num_trials = plan.num_trials + proof.ranks.num_trials - before
+    return replace(found, calls=plan.calls | proof.calls, num_trials=num_trials)
+
+
+def _attending_by_ring(
+    plan: UnitPlan, proof: Proof, sequence: tuple[int, int] | None, by: SequenceAxes
+) -> UnitPlan | str:
+    """The proved plan with ring attention, positions sharded over these axes; or what is wrong with it."""
+    over_tensor = replace(plan, full_sequence_reason="")
+    positions = PositionsPlan(by=by, leaf_index=0, dim=1, num_dims=3, ring_attention=True)
+    candidate, failure = replace(over_tensor, positions=positions), ""
+    for guess in (True, False):
+        found = plan_sequence(proof.unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False)
+        failure = found.full_sequence_reason or proof.first_failure(found) or ""
+        if not failure:
+            break
+    if not failure and proof.value_read:  # in eval mode, say
+        failure = reads_values(proof)
+    if failure or not any(site[0] == RING for site in found.rules):
+        return failure or "scaled_dot_product_attention is not called with local positions"
+    return found if plan.size == 1 else replace(found, full_sequence_plan=over_tensor)
+
+
+def reads_values(proof: Proof) -> str:
+    """Why a unit that reads values of tensors is not sharded."""
+    return f"it reads values of tensors ({proof.value_read}), of which ranks would have shards"
+
+
+def _without(plan: UnitPlan, reason: str) -> UnitPlan:
+    return replace(plan, full_sequence_reason=f"{plan.full_sequence_reason}; ring attention: {reason}")

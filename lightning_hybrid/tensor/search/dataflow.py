@@ -31,17 +31,11 @@ _SPLITS = frozenset({"split", "chunk", "tensor_split", "narrow", "__getitem__", 
 
 @dataclass
 class Arrangement:
-    """How the output features of a linear are arranged in pieces and heads.
+    """How the output features of a linear are arranged in pieces and heads."""
 
-    Attributes:
-        bounds: Offsets at which the code splits them.
-        heads: Start of a piece -> the number of heads that it is viewed as.
-        joined: Lengths of the pieces that the input of this linear was concatenated from, if it was.
-    """
-
-    bounds: set[int] = field(default_factory=set)
-    heads: dict[int, int] = field(default_factory=dict)
-    joined: tuple[int, ...] = ()
+    bounds: set[int] = field(default_factory=set)  # offsets at which the code splits them
+    heads: dict[int, int] = field(default_factory=dict)  # start of a piece -> the number of heads that it is viewed as
+    joined: tuple[int, ...] = ()  # lengths of the pieces that the input of this linear was concatenated from, if it was
 
     def pieces(self, length: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
         """The lengths of the pieces of `length` features, and the number of heads of each."""
@@ -52,19 +46,12 @@ class Arrangement:
 
 @dataclass
 class LinearDataflow:
-    """The linears of one run, and how they feed each other.
+    """The linears of one run, and how they feed each other."""
 
-    Attributes:
-        linears: All linears that ran, in the order of their first call.
-        sources: For each, the linears that its inputs come from.
-        arrangements: For each, the arrangement of its features.
-        attentions: FQNs of the `nn.MultiheadAttention` modules that ran.
-    """
-
-    linears: dict[str, LinearLike] = field(default_factory=dict)
-    sources: dict[str, set[str]] = field(default_factory=dict)
-    arrangements: dict[str, Arrangement] = field(default_factory=dict)
-    attentions: list[str] = field(default_factory=list)
+    linears: dict[str, LinearLike] = field(default_factory=dict)  # that ran, in the order of their first call
+    sources: dict[str, set[str]] = field(default_factory=dict)  # for each, the linears that its inputs come from
+    arrangements: dict[str, Arrangement] = field(default_factory=dict)  # for each, the arrangement of its features
+    attentions: list[str] = field(default_factory=list)  # FQNs of the `nn.MultiheadAttention` modules that ran
 
     def candidates(self, assigned: Collection[str] = (), no_rows: Collection[str] = ()) -> list[Pair]:
         """Pairs columns with the rows that they feed, in the order of their run; each linear in one pair at most."""

@@ -15,31 +15,18 @@ from lightning_hybrid.tensor.proof.example import Example
 
 @dataclass
 class GroupPlan:
-    """One group of linears, and its entries in the fields of the `UnitPlan`.
+    """One group of linears, and its entries in the fields of the `UnitPlan`."""
 
-    Attributes:
-        group: The linears.
-        placements: Placements of the parameters and buffers that are sharded.
-        attributes: Integer attributes that are divided: FQN of the module -> name -> value.
-        offsets: Whether the code indexes the columns' outputs with offsets of the full output.
-        rules: Rewrites of calls.
-        summed: Replicated parameters whose gradients are summed.
-        outputs: Results of the unit that come out sharded: leaf index -> dim.
-        watched: Whether it must run under `RegionMode`.
-        avoidable: Whether only because of sizes and offsets, so that another variant may run without.
-        vocabulary: Vocabulary-parallel parameters: FQN -> dim.
-    """
-
-    group: Group
-    placements: dict[str, Placement]
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    offsets: bool = False
-    rules: dict[Site, Rule] = field(default_factory=dict)
-    summed: tuple[str, ...] = ()
-    outputs: dict[int, int] = field(default_factory=dict)
-    watched: bool = False
-    avoidable: bool = False
-    vocabulary: Mapping[str, int] = field(default_factory=dict)
+    group: Group  # the linears
+    placements: dict[str, Placement]  # placements of the parameters and buffers that are sharded
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)  # that are divided: FQN -> name -> value
+    offsets: bool = False  # whether the code indexes the columns' outputs with offsets of the full output
+    rules: dict[Site, Rule] = field(default_factory=dict)  # rewrites of calls
+    summed: tuple[str, ...] = ()  # replicated parameters whose gradients are summed
+    outputs: dict[int, int] = field(default_factory=dict)  # results that come out sharded: leaf index -> dim
+    watched: bool = False  # whether it must run under `RegionMode`
+    avoidable: bool = False  # whether only because of sizes and offsets, so that another variant may run without
+    vocabulary: Mapping[str, int] = field(default_factory=dict)  # vocabulary-parallel parameters: FQN -> dim
 
     def roles(self) -> dict[str, Role]:
         """The role of each linear, by FQN."""

@@ -230,15 +230,10 @@ def _call_key(args: Any, kwargs: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class VocabularySharding:
-    """The vocabulary sharding of one weight.
+    """The vocabulary sharding of one weight."""
 
-    Attributes:
-        dim: The dim that is sharded.
-        outside: Whether code outside of its units uses it too.
-    """
-
-    dim: int
-    outside: bool
+    dim: int  # the dim that is sharded
+    outside: bool  # whether code outside of its units uses it too
 
 
 def choose_vocabulary_shardings(

@@ -36,15 +36,10 @@ STYLES: Mapping[str, Wanted] = {
 
 
 class Request(NamedTuple):
-    """The request of a plan for one module.
+    """The request of a plan for one module."""
 
-    Attributes:
-        wanted: Its role, or "replicated".
-        entry: The entry of the plan, as the user wrote it.
-    """
-
-    wanted: Wanted
-    entry: str
+    wanted: Wanted  # its role, or "replicated"
+    entry: str  # the entry of the plan, as the user wrote it
 
 
 def check_styles(plan: Any) -> None:
@@ -155,17 +150,11 @@ Origin = Literal["your plan", "the model's own plan", "found"]
 
 @dataclass(frozen=True)
 class UnitRequests:
-    """The requests for the modules of one unit.
+    """The requests for the modules of one unit."""
 
-    Attributes:
-        unit: FQN of the unit in the root.
-        by_user: Requests of the user's plan, by FQN inside the unit.
-        by_model: Requests of the model's own plan for modules that the user's plan does not name.
-    """
-
-    unit: str = ""
-    by_user: Mapping[str, Request] = field(default_factory=dict)
-    by_model: Mapping[str, Request] = field(default_factory=dict)
+    unit: str = ""  # FQN of the unit in the root
+    by_user: Mapping[str, Request] = field(default_factory=dict)  # requests of the user's plan, by FQN inside the unit
+    by_model: Mapping[str, Request] = field(default_factory=dict)  # of the model's plan, where by_user has none
 
     @property
     def key(self) -> Hashable:
@@ -191,25 +180,15 @@ class UnitRequests:
 
 @dataclass(frozen=True)
 class UnitTask:
-    """What a plan of a unit is searched for.
+    """What a plan of a unit is searched for."""
 
-    Attributes:
-        unit: The user's unit.
-        size: Number of tensor ranks.
-        context: Number of context ranks.
-        sequence_parallel: "tensor" to shard positions over tensor ranks between regions.
-        requests: The requests of plans for its modules.
-        vocabulary: Parameters to shard by vocabulary: FQN -> dim.
-        excluded: Parameters that stay replicated, each with the reason.
-    """
-
-    unit: nn.Module
-    size: int
-    context: int = 1
-    sequence_parallel: SequenceParallel = None
-    requests: UnitRequests = UnitRequests()
-    vocabulary: Mapping[str, int] = field(default_factory=dict)
-    excluded: Mapping[str, str] = field(default_factory=dict)
+    unit: nn.Module  # the user's unit
+    size: int  # number of tensor ranks
+    context: int = 1  # number of context ranks
+    sequence_parallel: SequenceParallel = None  # "tensor" to shard positions over tensor ranks between regions
+    requests: UnitRequests = UnitRequests()  # the requests of plans for its modules
+    vocabulary: Mapping[str, int] = field(default_factory=dict)  # parameters to shard by vocabulary: FQN -> dim
+    excluded: Mapping[str, str] = field(default_factory=dict)  # parameters that stay replicated, each with the reason
 
     def unsharded(self, reason: str) -> UnitPlan:
         """The plan that replicates everything."""

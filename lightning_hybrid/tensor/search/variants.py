@@ -185,17 +185,11 @@ def local_pieces(lengths: tuple[int, ...], heads: tuple[int | None, ...], size: 
 
 @dataclass(frozen=True)
 class StoredPlacements:
-    """Placements of the stored parameters on tensor ranks, for a search over tensor ranks times context ranks.
+    """Placements of the stored parameters on tensor ranks, for a search over tensor ranks times context ranks."""
 
-    Attributes:
-        placements: Placements over tensor ranks, by FQN.
-        size: Number of tensor ranks.
-        context: Number of context ranks.
-    """
-
-    placements: Mapping[str, Placement]
-    size: int
-    context: int
+    placements: Mapping[str, Placement]  # placements over tensor ranks, by FQN
+    size: int  # number of tensor ranks
+    context: int  # number of context ranks
 
     def agrees_with(self, placements: Mapping[str, Placement]) -> bool:
         """Whether placements over tensor ranks times context ranks only shard the stored shards further."""
