@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.params.placement import Placement, Shard
-from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Group, LinearLike, UnitPlan
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Group, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.runtime.attention import attention_placements
 from lightning_hybrid.tensor.search.context import ONE_TENSOR_RANK
@@ -19,7 +19,7 @@ from lightning_hybrid.tensor.search.dataflow import LinearDataflow, Pair, trace_
 from lightning_hybrid.tensor.search.groups import GroupPlan
 from lightning_hybrid.tensor.search.requests import Origin, Request, UnitRequests, UnitTask
 from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
-from lightning_hybrid.tensor.search.variants import GroupTrials, StoredPlacements, uneven_sizes, variants
+from lightning_hybrid.tensor.search.variants import GroupTrials, uneven_sizes, variants
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
 _SMALL_SHARE = 0.01
@@ -27,13 +27,11 @@ _SMALL_SHARE = 0.01
 _EXTRA_TRIALS = 6
 
 
-class GroupSearch:
+class GroupSearch(GroupTrials):
     """Searches how the linears of one unit are sharded over some ranks.
 
     Attributes:
         groups: The groups of the plan that was found.
-        linears: The linears that ran, by FQN.
-        reasons: Why parameters stay replicated.
         proof_failed: Whether groups that had passed their trials were not proved together.
     """
 
@@ -42,7 +40,7 @@ class GroupSearch:
         task: UnitTask,
         proof: Proof,
         dataflow: LinearDataflow | None = None,
-        stored: StoredPlacements | None = None,
+        stored: Mapping[str, Placement] | None = None,
         check_gradients: bool = False,
     ) -> None:
         """Binds the search to a unit and to the ranks of its proof, which may be others than the task's.
@@ -50,25 +48,18 @@ class GroupSearch:
         ``dataflow`` is that of the unit, if known, and ``stored`` the placements over tensor ranks, for exchanges of
         positions. With ``check_gradients`` trials compare gradients too; the proof always does.
         """
+        self._dataflow = dataflow or trace_linears(proof.unit, proof.run_unit)
+        super().__init__(task, proof, self._dataflow.linears, stored, check_gradients)
         self.groups: list[GroupPlan] = []
-        self.proof_failed = False
-        self._task, self._requests = task, task.requests
-        self._only_with_heads = False
-        self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
-        self._dataflow = trace_linears(proof.unit, proof.run_unit) if dataflow is None else dataflow
-        self.linears: Mapping[str, LinearLike] = self._dataflow.linears
-        self.reasons: dict[str, str] = dict(task.excluded)
-        self._trials = GroupTrials(
-            proof, self.linears, self.reasons, dict(task.excluded), stored, check_gradients=check_gradients
-        )
+        self.proof_failed = self._only_with_heads = False
+        self._requests, self._unit, self._ranks, self._size = task.requests, proof.unit, proof.ranks, proof.ranks.size
         self._unpaired: dict[str, str] = {}  # of linears in no pair
         self._uneven: dict[str, tuple[int, str]] = {}
         self._notes: list[str] = []
 
     def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement]) -> GroupSearch:
         """Makes a search on all ranks, those of `proof`, for parameters with these placements on tensor ranks."""
-        stored = StoredPlacements(placements, self._task.size, self._task.context)
-        return GroupSearch(replace(self._task, requests=UnitRequests()), proof, self._dataflow, stored)
+        return GroupSearch(replace(self._task, requests=UnitRequests()), proof, self._dataflow, placements)
 
     def with_gradients(self) -> GroupSearch:
         """Makes the same search with trials that compare gradients too."""
@@ -100,16 +91,18 @@ class GroupSearch:
         failures = []
         for group in groups:
             columns, rows = group.group.columns, group.group.rows
+            other: GroupPlan | str
             if group.group.role == "column" and self._is_candidate((columns, rows)):
-                reason = self._uneven_heads(columns)
-                other, reason = (None, reason) if reason else self._best_variant((columns, rows), group.group.origin)
+                other = self._uneven_heads(columns) or self._best_variant((columns, rows), group.group.origin)
             elif group.group.role == "attention":
-                other = next((other for other in attentions if other.group.columns == columns), None)
                 reason = next((self.reasons[name] for name in group.placements if name in self.reasons), "")
+                other = next((other for other in attentions if other.group.columns == columns), reason)
             else:
                 continue
-            found += [] if other is None else [other]
-            failures += [f"{reason} (tensor ranks times context ranks)"] if other is None else []
+            if isinstance(other, str):
+                failures.append(f"{other} (tensor ranks times context ranks)")
+            else:
+                found.append(other)
         return found, "; ".join(failures)
 
     def _is_candidate(self, pair: Pair) -> bool:
@@ -130,25 +123,23 @@ class GroupSearch:
 
     def _vocabulary_groups(self) -> list[GroupPlan]:
         """Vocabulary-parallel weights of embeddings and heads; they are in no pair of linears."""
-        groups = []
+        groups: list[GroupPlan] = []
         lengths = {name: self._unit.get_parameter(name).shape[dim] for name, dim in self._task.vocabulary.items()}
         for length in sorted(set(lengths.values())):
             dims = {name: dim for name, dim in self._task.vocabulary.items() if lengths[name] == length}
             shards = {name: Shard.unevenly(dim, length, self._size) for name, dim in dims.items()}
             rows = next(iter(shards.values())).local_length
             group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank", "found")
-            found, reason = self._trials.try_group(GroupPlan(group, {**shards}, vocabulary=dims))
-            if found is not None and self._ranks.first_unit is not None and self._ranks.first_unit.num_gathers:
-                found, reason = None, "the unit uses it in an operation without a vocabulary-parallel form"
-            if found is not None:
-                groups.append(found)
-                self._trials.excluded |= dict.fromkeys(dims, "sharded by its vocabulary")
-            else:
-                self._replicate(list(dims), reason)
+            found = self.try_group(GroupPlan(group, {**shards}, vocabulary=dims))
+            if self._ranks.first_unit is not None and self._ranks.first_unit.num_gathers and not isinstance(found, str):
+                found = "the unit uses it in an operation without a vocabulary-parallel form"
+            if accepted := self._accepted(found, list(dims)):
+                groups += accepted
+                self.excluded |= dict.fromkeys(dims, "sharded by its vocabulary")
         return groups
 
     def _attention_groups(self) -> list[GroupPlan]:
-        groups = []
+        groups: list[GroupPlan] = []
         for fqn in self._dataflow.attentions:
             module = self._unit.get_submodule(fqn)
             assert isinstance(module, nn.MultiheadAttention)
@@ -158,11 +149,8 @@ class GroupSearch:
                 self._uneven[fqn] = module.num_heads, "heads"
                 continue
             group = Group("attention", (fqn,), how="by heads")
-            found, reason = self._trials.try_group(GroupPlan(group, attention_placements(fqn, module, self._size)))
-            if found is not None:
-                groups.append(found)
-            else:
-                self._replicate(names, reason)
+            found = self.try_group(GroupPlan(group, attention_placements(fqn, module, self._size)))
+            groups += self._accepted(found, names)
         return groups
 
     def _linear_pairs(self) -> list[GroupPlan]:
@@ -175,28 +163,28 @@ class GroupSearch:
             name = self._requests.named(fqn)
             raise TensorPlanError(f"tensor_parallel_plan has {by_user[fqn].entry}: {name} {problem}", entry="plan-pair")
         for pair in pairs:
-            group, reason = self._best_variant(pair, "your plan")
-            if group is None:
-                raise self._refused(pair, reason)
+            group = self._best_variant(pair, "your plan")
+            if isinstance(group, str):
+                raise self._refused(pair, group)
             groups.append(group)
             assigned |= group.roles().keys()
         pairs, problems = requested_pairs(self._dataflow, by_model, assigned)
         for fqn, problem in problems.items():
             self._notes.append(f"the model's own plan is not followed: {fqn} {problem.partition(';')[0]}")
-        tried: dict[Pair, tuple[GroupPlan | None, str]] = {}
+        tried: dict[Pair, GroupPlan | str] = {}
         for pair in pairs:
-            group, reason = self._best_variant(pair, "the model's own plan")
-            if group is not None:
+            group = self._best_variant(pair, "the model's own plan")
+            if isinstance(group, str):
+                tried[pair] = group
+                self._notes.append(f"the model's own plan is not followed: {_pair_text(pair)}: {group}")
+            else:
                 groups.append(group)
                 assigned |= group.roles().keys()
-            else:
-                tried[pair] = None, reason
-                self._notes.append(f"the model's own plan is not followed: {_pair_text(pair)}: {reason}")
         groups += self._found_pairs(assigned, tried)
         order = list(self.linears)
         return sorted(groups, key=lambda group: order.index(group.group.rows[0]))
 
-    def _found_pairs(self, assigned: set[str], tried: dict[Pair, tuple[GroupPlan | None, str]]) -> list[GroupPlan]:
+    def _found_pairs(self, assigned: set[str], tried: dict[Pair, GroupPlan | str]) -> list[GroupPlan]:
         """Pairs from the dataflow; where one is wrong, its last row is no row, and pairs are searched again."""
         no_rows: set[str] = set()
         uneven: dict[str, tuple[int, str]] | None = None
@@ -208,16 +196,16 @@ class GroupSearch:
             # Later pairs are not what the author of the unit intended: their sizes need not divide.
             uneven = dict(self._uneven) if uneven is None else uneven
             self._uneven = dict(uneven)
-            wrong = [pair for pair in pairs if tried[pair][0] is None]
+            found = [tried[pair] for pair in pairs]
+            wrong = {pair: reason for pair, reason in zip(pairs, found, strict=True) if isinstance(reason, str)}
             if not wrong:
-                return [group for pair in pairs if (group := tried[pair][0]) is not None]
-            for pair in wrong:
-                reason = tried[pair][1]
+                return [group for group in found if not isinstance(group, str)]
+            for pair, reason in wrong.items():
                 self._unpaired |= {fqn: reason for side in pair for fqn in side if fqn not in self._unpaired}
-            no_rows.add(wrong[0][1][-1])
+            no_rows.add(next(iter(wrong))[1][-1])
 
-    def _best_variant(self, pair: Pair, origin: Origin | str) -> tuple[GroupPlan | None, str]:
-        """The best variant of a pair that passes its trial, or None and what is wrong."""
+    def _best_variant(self, pair: Pair, origin: Origin | str) -> GroupPlan | str:
+        """The best variant of a pair that passes its trial, or what is wrong."""
         best: GroupPlan | None = None
         more, num_wrong = _EXTRA_TRIALS, 0
         least_wrong = math.inf, "its sizes cannot be divided"
@@ -225,21 +213,21 @@ class GroupSearch:
             if best is not None and (not best.avoidable or not more):
                 break
             more -= best is not None
-            group, failure = self._trials.try_group(candidate)
-            if group is not None and (best is None or not group.watched):
-                best = group
-            if group is None:
+            group = self.try_group(candidate)
+            if isinstance(group, str):
                 error, num_wrong = self._proof.relative_error, num_wrong + 1
                 if num_wrong == 1 or error < least_wrong[0]:
-                    least_wrong = error, f"{failure} (sharded {candidate.group.how}"
+                    least_wrong = error, f"{group} (sharded {candidate.group.how}"
+            elif best is None or not group.watched:
+                best = group
         if best is not None:
-            return best, ""
+            return best
         uneven = uneven_sizes(self._dataflow, *pair, self._size)
         if uneven:
             self._uneven |= uneven
-            return None, f"{_sizes_text(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
+            return f"{_sizes_text(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
         tried = f", the best of {num_wrong} variants)" if num_wrong > 1 else ")"
-        return None, least_wrong[1] + tried * (num_wrong > 0)
+        return least_wrong[1] + tried * (num_wrong > 0)
 
     def _refused(self, pair: Pair, reason: str) -> TensorPlanError:
         by_user = self._requests.by_user
@@ -255,7 +243,7 @@ class GroupSearch:
         """Linears in no pair, column-parallel with their outputs gathered."""
         by_user, by_model = self._requests.by_user, self._requests.by_model
         total = sum(p.numel() for p in self._task.unit.parameters())
-        groups = []
+        groups: list[GroupPlan] = []
         for fqn, linear in self.linears.items():
             if fqn in assigned:
                 continue
@@ -280,11 +268,7 @@ class GroupSearch:
                 requested = [name for name, plan in plans if fqn in plan and plan[fqn].wanted == "gathered"]
                 how = "output gathered" if requested else f"output gathered: {self._why_unpaired(fqn)}"
                 group = Group("gathered", (fqn,), (), how, (*requested, "found")[0])
-                found, reason = self._trials.try_group(GroupPlan(group, shards))
-                if found is not None:
-                    groups.append(found)
-                else:
-                    self._replicate(names, reason)
+                groups += self._accepted(self.try_group(GroupPlan(group, shards)), names)
         return groups
 
     def _why_unpaired(self, fqn: str) -> str:
@@ -294,21 +278,28 @@ class GroupSearch:
         others = [reader for reader in readers if reader in self._requests.by_user]
         return f"what reads it ({', '.join(others)}) is in your plan" if others else "it pairs with no other linear"
 
+    def _accepted(self, found: GroupPlan | str, fqns: list[str]) -> list[GroupPlan]:
+        """The group that passed its trial; none, and parameters that stay replicated, where it did not."""
+        if isinstance(found, GroupPlan):
+            return [found]
+        self._replicate(fqns, found)
+        return []
+
     def _replicate(self, fqns: list[str], reason: str) -> None:
         for fqn in fqns:
             self.reasons.setdefault(fqn, reason)
 
     def _prove(self, groups: list[GroupPlan]) -> UnitPlan:
         """Proves all groups together, in every setting; groups that make the proof fail are dropped."""
-        plan = self._trials.plan(groups)
+        plan = self.plan(groups)
         failure = self._proof.first_failure(plan)
         self.proof_failed = failure is not None
         while failure is not None and groups:
-            failures = (self._proof.first_failure(self._trials.plan([group])) for group in groups)
+            failures = (self._proof.first_failure(self.plan([group])) for group in groups)
             failing = next((k for k, other in enumerate(failures) if other is not None), len(groups) - 1)
             group = groups.pop(failing)
             self._replicate(list(group.placements), failure)
-            plan = self._trials.plan(groups)
+            plan = self.plan(groups)
             failure = self._proof.first_failure(plan)
         if failure is not None:
             plan = self._task.unsharded(failure)

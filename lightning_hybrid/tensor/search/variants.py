@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +19,7 @@ from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.search.context import stored_placements
 from lightning_hybrid.tensor.search.dataflow import Arrangement, LinearDataflow, Pair
 from lightning_hybrid.tensor.search.groups import GroupPlan, merged_plan
+from lightning_hybrid.tensor.search.requests import UnitTask
 
 Attributes = dict[str, dict[str, int]]
 
@@ -183,59 +183,49 @@ def local_pieces(lengths: tuple[int, ...], heads: tuple[int | None, ...], size: 
     return tuple(pieces)
 
 
-@dataclass(frozen=True)
-class StoredPlacements:
-    """Placements of the stored parameters on tensor ranks, for a search over tensor ranks times context ranks."""
-
-    placements: Mapping[str, Placement]  # placements over tensor ranks, by FQN
-    size: int  # number of tensor ranks
-    context: int  # number of context ranks
-
-    def agrees_with(self, placements: Mapping[str, Placement]) -> bool:
-        """Whether placements over tensor ranks times context ranks only shard the stored shards further."""
-        if self.size == 1:
-            return True
-        reduced = stored_placements(placements, self.size, self.context)
-        return not isinstance(reduced, str) and all(self.placements[fqn] == found for fqn, found in reduced.items())
-
-
 class GroupTrials:
     """Runs trials of single groups of one unit.
 
     Attributes:
+        linears: The linears that ran, by FQN.
+        reasons: Why parameters stay replicated.
         excluded: Parameters that no group may have, each with the reason: replicated, or sharded in another way.
     """
 
     def __init__(
         self,
+        task: UnitTask,
         proof: Proof,
         linears: Mapping[str, LinearLike],
-        reasons: Mapping[str, str],
-        excluded: dict[str, str],
-        stored: StoredPlacements | None,
-        *,
+        stored: Mapping[str, Placement] | None,
         check_gradients: bool,
     ) -> None:
-        """Binds the trials to a proof; entries that are added to ``reasons`` later count."""
-        self.excluded = excluded
-        self._check_gradients = check_gradients
-        self._proof, self._linears, self._reasons, self._stored = proof, linears, reasons, stored
+        """Binds the trials to a proof; ``stored`` are the placements on tensor ranks, for exchanges of positions."""
+        self._task, self._proof, self._stored, self._check_gradients = task, proof, stored, check_gradients
+        self.linears, self.reasons, self.excluded = linears, dict(task.excluded), dict(task.excluded)
 
     def plan(self, groups: list[GroupPlan], rules: dict[Site, Rule] | None = None) -> UnitPlan:
         """Merges groups into a plan of the unit, as `merged_plan`."""
         proof = self._proof
-        return merged_plan(proof.unit, proof.ranks.size, groups, self._linears, proof.example, self._reasons, rules)
+        return merged_plan(proof.unit, proof.ranks.size, groups, self.linears, proof.example, self.reasons, rules)
 
-    def try_group(self, group: GroupPlan) -> tuple[GroupPlan | None, str]:
-        """Tries one group by itself; returns it with the rules and sums that it needs, or None and what is wrong."""
+    def _agrees_with_stored(self, placements: Mapping[str, Placement]) -> bool:
+        """Whether placements over tensor ranks times context ranks only shard the stored shards further."""
+        if self._stored is None or self._task.size == 1:
+            return True
+        reduced = stored_placements(placements, self._task.size, self._task.context)
+        return not isinstance(reduced, str) and all(self._stored[fqn] == found for fqn, found in reduced.items())
+
+    def try_group(self, group: GroupPlan) -> GroupPlan | str:
+        """Tries one group by itself; returns it with the rules and sums that it needs, or what is wrong."""
         proof = self._proof
         proof.relative_error = math.inf
         if not group.fits(proof.unit):
-            return None, "its sizes cannot be divided"
-        if self._stored is not None and not self._stored.agrees_with(group.placements):
-            return None, "it would need another sharding of the stored parameters"
+            return "its sizes cannot be divided"
+        if not self._agrees_with_stored(group.placements):
+            return "it would need another sharding of the stored parameters"
         if excluded := self.excluded.keys() & group.placements.keys():
-            return None, f"pairs with {min(excluded)}, {self.excluded[min(excluded)]}"
+            return f"pairs with {min(excluded)}, {self.excluded[min(excluded)]}"
         rules: dict[Site, Rule] = {}
         failure = self._failure(group, rules)
         if failure is not None and proof.sharded_outputs:
@@ -247,7 +237,7 @@ class GroupTrials:
             # Code that runs only in eval mode needs rules too; for exchanges they are learned in that setting again.
             failure = proof.difference(self.plan([group], rules=rules), proof.eval_mode, learning=True)
         if failure is not None or watch is None:
-            return None, failure or "nothing ran sharded"
+            return failure or "nothing ran sharded"
         elsewhere = watch.inside | watch.outside | self.excluded.keys()
         sliced = {fqn: dim for fqn, dim in watch.sliced.items() if fqn not in elsewhere}
         for fqn, dim in sliced.items():
@@ -261,11 +251,11 @@ class GroupTrials:
         rewrites = [(site, rule) for site, rule in group.rules.items() if rule]
         group.watched = is_required or bool(rewrites)
         group.avoidable = bool(rewrites) and not is_required and all(_is_size(site, rule) for site, rule in rewrites)
-        return group, ""
+        return group
 
     def _failure(self, group: GroupPlan, rules: dict[Site, Rule]) -> str | None:
         # Gradients of weights show no more than outputs and gradients of inputs and biases; the proof compares them.
-        weights = frozenset(linear.parameter("weight") for linear in self._linears.values())
+        weights = frozenset(linear.parameter("weight") for linear in self.linears.values())
         return self._proof.difference(
             self.plan([group], rules=rules),
             self._proof.first,
