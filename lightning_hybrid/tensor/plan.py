@@ -86,7 +86,7 @@ class PositionsPlan:
         ring_attention: For context ranks, whether no region exchanges and queries attend by ring attention.
     """
 
-    by: SequenceAxes
+    by: SequenceAxes | Literal[""]
     leaf_index: int = field(metadata={"key": "place"})
     dim: int
     num_dims: int
@@ -98,6 +98,9 @@ class PositionsPlan:
     features: Mapping[str, Shard] = field(default_factory=dict)
     parameter_shards: Mapping[str, Shard] = field(default_factory=dict, metadata={"key": "parts"})
     ring_attention: bool = False
+
+
+FULL_POSITIONS = PositionsPlan("", 0, 0, 0)  # each rank has all positions
 
 
 @dataclass(frozen=True)
@@ -167,26 +170,36 @@ class UnitPlan:
         return cls(size=size, placements=placements, replicated_reasons=dict.fromkeys(parameters, reason))
 
     @property
+    def by(self) -> SequenceAxes | Literal[""]:
+        """The axes that the sequence is sharded over; "" if it is not sharded."""
+        return (self.positions or FULL_POSITIONS).by
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters, buffers or the sequence are sharded."""
+        return bool(self.num_sharded or self.by)
+
+    @property
     def num_sharded(self) -> int:
         """Number of sharded parameters and buffers."""
         return sum(isinstance(placement, Shard) for placement in self.placements.values())
 
     def exchanges(self, group: Group) -> bool:
         """Whether context ranks exchange positions for features in a group."""
-        if self.positions is None or self.positions.by == "tensor" or self.positions.ring_attention:
+        if self.positions is None or self.by == "tensor" or self.positions.ring_attention:
             return False
         return group.role == "attention" or any(fqn in self.positions.features for fqn in group.columns)
 
     def lines(self) -> list[str]:
         """Describes the plan, one line for each group and each reason to replicate parameters."""
         lines = [str(group) for group in self.groups]
-        if self.positions is not None and self.positions.by == "tensor":
+        if self.by == "tensor":
             lines.append("sequence sharded over the ranks between these")
         elif self.positions is not None:
             exchanging = "; ".join(", ".join(group.columns) or "it" for group in self.groups if self.exchanges(group))
             where = f", and exchanged for heads from {exchanging} on" if exchanging else ""
             where += ", which attend by ring attention" * self.positions.ring_attention
-            further = ", and over the tensor ranks of each between these" if self.positions.by == "both" else ""
+            further = ", and over the tensor ranks of each between these" if self.by == "both" else ""
             lines.append(f"sequence sharded over {self.context} context ranks{further}{where}")
         elif self.full_sequence_reason:
             lines.append(f"full sequence on every rank ({self.full_sequence_reason})")
@@ -198,10 +211,10 @@ class UnitPlan:
         return [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
 
 
-def local_positions(plan: UnitPlan) -> PositionsPlan | None:
+def local_positions(plan: UnitPlan) -> PositionsPlan:
     """How the sequence is sharded, with the placements that shard a tensor rank's shard over context ranks."""
-    positions = plan.positions
-    if positions is None or positions.by == "tensor":
+    positions = plan.positions or FULL_POSITIONS
+    if plan.by in ("", "tensor"):
         return positions
 
     def of_context(placements: Mapping[str, Shard]) -> dict[str, Shard]:

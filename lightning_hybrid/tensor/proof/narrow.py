@@ -88,11 +88,11 @@ class NarrowLayer:
 
 def _plans_in(plan: UnitPlan) -> Iterator[UnitPlan]:
     """A plan, and those for calls whose sequence is not sharded."""
-    if plan.num_sharded or plan.positions is not None:
+    if plan.is_sharded:
         yield plan
     if plan.full_sequence_plan is not None:
         yield from _plans_in(plan.full_sequence_plan)
-    elif plan.positions is not None and plan.positions.by == "tensor":
+    elif plan.by == "tensor":
         yield replace(plan, positions=None)
 
 
@@ -228,7 +228,7 @@ def sharded_trace(unit: nn.Module, plan: UnitPlan, example: Example, *, training
     Raises:
         ValueError: The sequence was not sharded although the plan shards it.
     """
-    context_size = plan.context if plan.positions is not None and plan.positions.by != "tensor" else 1
+    context_size = plan.context if plan.by in ("context", "both") else 1
     ranks = CountedRanks((plan.size - 1) * last, plan.size)
     context = CountedRanks((context_size - 1) * last, context_size)
     with FAKE_MODE:
@@ -238,6 +238,6 @@ def sharded_trace(unit: nn.Module, plan: UnitPlan, example: Example, *, training
     trace = ShapeTrace()
     with FAKE_MODE, quiet_fake_kernels(), runner.running():
         run_forward(unit.train(training), example, Setting(training), trace)
-    if plan.positions is not None and not runner.num_sharded_sequences:
+    if plan.by and not runner.num_sharded_sequences:
         raise ValueError("the sequence was not sharded")
     return trace

@@ -141,7 +141,7 @@ class Proof:
             found = self.ranks.run(plan, self.example, setting, learning=learning, check=are_right, without=without)
         except TrialFailed as failure:
             return str(failure)
-        if plan.positions is not None and not self._was_sequence_sharded():
+        if plan.by and not self._was_sequence_sharded():
             return NOT_SHARDED
         return wrong[0] if wrong else found
 
@@ -359,14 +359,14 @@ def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with torch.random.fork_rng(devices=[]):
         least = 1
         if plan.positions is not None:
-            least = plan.size * plan.context if plan.positions.by == "both" else plan.size
+            least = plan.size * plan.context if plan.by == "both" else plan.size
             least = max(least, 2 * plan.context * plan.positions.ring_attention)
         proof = proof_of(unit, args, kwargs, plan.size, plan.vocabulary, context=plan.context, least=least)
         if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
             return None
         num_trials = proof.ranks.num_trials
         full_sequence_plan = plan.full_sequence_plan
-        if plan.positions is not None and plan.positions.by == "tensor":  # of calls with fewer positions than ranks
+        if plan.by == "tensor":  # of calls with fewer positions than ranks
             full_sequence_plan = replace(plan, positions=None)
         if full_sequence_plan is not None:
             proof = proof.on(plan.size)

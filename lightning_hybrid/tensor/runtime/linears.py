@@ -93,7 +93,7 @@ class ParallelLinears:
         self,
         modules: Mapping[str, nn.Module],
         plan: UnitPlan,
-        positions: PositionsPlan | None,
+        positions: PositionsPlan,
         ranks: tuple[Ranks, Ranks, Ranks],
         inputs: RegionInputs,
         around_draw: AroundDraw,
@@ -109,12 +109,11 @@ class ParallelLinears:
         self.sequence = FullSequence()
         self.ring: RingAttentionMode | None = None
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
-        if positions is not None and positions.ring_attention:
+        if positions.ring_attention:
             attentions = (fqn for fqn, module in modules.items() if isinstance(module, nn.MultiheadAttention))
             self.forwards |= {fqn: self._attention_forward(fqn) for fqn in attentions}
-        if positions is not None:
-            shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
-            self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
+        shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
+        self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
         self.forwards = {
             fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward, reason="parallel linears")
             for fqn, run in self.forwards.items()
@@ -163,7 +162,7 @@ class ParallelLinears:
         x, is_sharded = self.sequence.linear_input(linear.fqn, x)
         if isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
             # Positions are exchanged for features after the linear, which has those of the tensor rank.
-            assert self._plan.positions is not None and self._positions is not None
+            assert self._plan.positions is not None
             over, placement = self._all, self._plan.positions.features[linear.fqn]
             if is_sharded:
                 out = sequence.to_heads(self._product(run, x, True), linear.fqn)

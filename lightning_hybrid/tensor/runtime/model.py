@@ -81,13 +81,13 @@ class ShardedModel:
         self._compiled: dict[ShardedUnit, Any] = {}  # the compiled forwards of units
         self._expert_parameters: frozenset[str] = frozenset()  # that are sharded over context ranks
         self._expert_users: dict[str, ShardedUnit] = {}  # units that use them, on sequence shards if there are any
-        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         placements: dict[str, Shard] = {}
         for fqn, plan in plans.items():
             for name, parameter in root.get_submodule(fqn).named_parameters(remove_duplicate=False):
                 placement = plan.placements.get(name)
                 if isinstance(placement, Shard):
-                    placements[names[id(parameter)]] = placement
+                    placements[self._names[id(parameter)]] = placement
         axes = [
             AxisSharding(group, placements, "tp"),
             AxisSharding(context, {}, axis="cp", places=context_places),
@@ -118,8 +118,7 @@ class ShardedModel:
         for fqn, proved in self.plans.items():
             unit = self._root.get_submodule(fqn)
             plan = self._with_experts(fqn, unit, proved)
-            is_sharded = plan.num_sharded or plan.positions is not None
-            if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
+            if plan.is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
                 self._buffers[fqn] = ShardedBuffers(unit, plan.placements, ranks)
                 runner = self._runners[fqn] = ShardedUnit(
                     unit,
@@ -167,7 +166,7 @@ class ShardedModel:
         self._expert_parameters = frozenset(names)
 
     def _with_experts(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-        if plan.positions is None or plan.positions.by == "tensor" or not self._expert_parameters:
+        if plan.positions is None or plan.by == "tensor" or not self._expert_parameters:
             return plan
         if all(f"{fqn}.{name}" in self._expert_parameters for name, _ in unit.named_parameters()):
             # A unit that is an expert: its rows come from all context ranks, so it cannot exchange with them.
@@ -204,25 +203,22 @@ class ShardedModel:
         """A context around the user's step, in which code outside of units may use vocabulary-parallel weights."""
         if not any(plan.outside for plan in self.plans.values()):
             return contextlib.nullcontext()
-        parameters = dict(self._root.named_parameters())
-        names = {id(parameter): name for name, parameter in parameters.items()}
         found = {}
         for fqn, plan in self.plans.items():
             unit = self._root.get_submodule(fqn)
             for inner in plan.outside:
                 parameter = unit.get_parameter(inner)
                 if FULL_SHAPE in parameter.__dict__:
-                    found[id(parameter)] = self.shardings[0].placements[names[id(parameter)]]
+                    found[id(parameter)] = self.shardings[0].placements[self._names[id(parameter)]]
         return WeightsOutsideUnits(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def vocabularies(self) -> dict[str, Vocabulary]:
         """The row ranges of the weights of output heads, and their biases, that are sharded; by FQN in the root."""
-        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         ranks, found = GroupRanks(self._group), dict[str, Vocabulary]()
         for fqn, plan in self.plans.items():
             unit = self._root.get_submodule(fqn)
             for inner in () if plan.watched else (name for name, dim in plan.vocabulary.items() if dim == 0):
-                name = names[id(unit.get_parameter(inner))]
+                name = self._names[id(unit.get_parameter(inner))]
                 found[name] = Vocabulary(self.shardings[0].placements[name].length, ranks)
         return found
 

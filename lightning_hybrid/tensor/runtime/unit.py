@@ -49,7 +49,7 @@ from lightning_hybrid.tensor.collectives import (
     paired,
     sum_gradients,
 )
-from lightning_hybrid.tensor.plan import UnitPlan, local_positions
+from lightning_hybrid.tensor.plan import FULL_POSITIONS, UnitPlan, local_positions
 from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankDraws, sharded_over
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
 from lightning_hybrid.tensor.runtime.mode import RegionMode
@@ -61,7 +61,7 @@ Modules = Mapping[str, nn.Module]
 
 def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
     for planned, found, kind in ((plan.size, ranks.size, "tensor"), (plan.context, context.size, "context")):
-        if planned != found and (kind == "tensor" or plan.positions is not None):
+        if planned != found and (kind == "tensor" or plan.by):
             raise ValueError(f"the plan is for {planned} {kind} ranks but the group has {found}; plan the unit again")
 
 
@@ -106,7 +106,7 @@ class ShardedUnit:
         self._ranks, self._context = as_ranks(ranks), as_ranks(context)
         _check_sizes(plan, self._ranks, self._context)
         self._positions = local_positions(plan)
-        by = self._positions and self._positions.by
+        by = plan.by
         self._all = paired(self._ranks, self._context) if by in ("context", "both") else self._ranks
         self.fqn, self.keeps_sharded = fqn, keeps_sharded
         self.learning = False
@@ -139,7 +139,7 @@ class ShardedUnit:
     def _bind_draws(self, around_draw: AroundDraw | None, local: AroundDraw | None) -> None:
         device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
         self._around_draw = self._around_local_draw = around_draw or RankDraws(self._all.rank, device)
-        if self._positions is not None and self._positions.by == "context":  # tensor ranks have the same positions
+        if self._plan.by == "context":  # tensor ranks have the same positions
             if local is None and self._ranks.size > 1:
                 local = RankDraws(self._all.size + self._context.rank, device)
             self._around_local_draw = local or self._around_draw
@@ -192,7 +192,7 @@ class ShardedUnit:
 
     def _remedy(self) -> str:
         """What the user can do about code that the plan was not proved for."""
-        by = None if self._positions is None else self._positions.by
+        by = self._plan.by
         changes = ["context_parallel_size=1"] if by in ("context", "both") else []
         if self._ranks.size > 1:
             changes.insert(0, f"tensor_parallel_plan={{{self.fqn!r}: 'replicated'}}")
@@ -201,11 +201,11 @@ class ShardedUnit:
 
     def _run_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         linears, sequence = self._linears, FullSequence()
-        if (positions := self._positions) is not None:
+        if self._plan.by:
             sequence = ShardedSequence.of_call(
-                positions, self._ranks, self._context, args, kwargs, learning=self.learning
+                self._positions, self._ranks, self._context, args, kwargs, learning=self.learning
             )
-            if not sequence.is_sharded and positions.by != "tensor":
+            if not sequence.is_sharded and self._plan.by != "tensor":
                 return self._fallback(*args, **kwargs)
             linears.sequence = sequence
             self.num_sharded_sequences += sequence.is_sharded
@@ -267,7 +267,7 @@ class ShardedUnit:
         """Replaces parameters and buffers by local ones; returns names, and numbers of ranks of shards, by id."""
         provided = {} if self._tensors is None else self._tensors()
         plan = self._plan
-        positions = self._positions if self._linears.sequence.is_sharded else None
+        positions = self._positions if self._linears.sequence.is_sharded else FULL_POSITIONS
         local = {}
         for fqn, ((members, name), *_) in self._slots.items():
             tensor = provided.get(fqn, members[name])
@@ -278,15 +278,15 @@ class ShardedUnit:
         if torch.is_grad_enabled():
             inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
             pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
-            over_tensor = [] if positions is None else [(fqn, None) for fqn in positions.summed_over_tensor]
-            over_context = [] if positions is None else [(fqn, None) for fqn in positions.summed_over_context]
-            if positions is None or self._all is self._ranks:
+            over_tensor = [(fqn, None) for fqn in positions.summed_over_tensor]
+            over_context = [(fqn, None) for fqn in positions.summed_over_context]
+            if not positions.by or self._all is self._ranks:
                 self._sum_gradients(local, [*inside, *pieces, *over_tensor], self._ranks)
             else:  # context ranks have other features in a region, or other positions
                 self._sum_gradients(local, inside, self._all)
                 self._sum_gradients(local, [*pieces, *over_tensor], self._ranks)
             self._sum_gradients(local, over_context, self._context)
-        over_both = {} if positions is None else positions.parameter_shards
+        over_both = positions.parameter_shards
         for fqn, placement in over_both.items():
             local[fqn] = shard_tensor(local[fqn], placement, self._context.rank, self._context.size)
             self._region_inputs.remember(local[fqn])

@@ -73,8 +73,7 @@ class PlanCache:
             if not _fits_unit(read, unit, size, options):
                 raise ValueError("a plan for another unit")
             # A plan that shards nothing is right, and may be for a unit that cannot be tried.
-            shards_something = read.num_sharded or read.positions is not None
-            plan = prove_again(unit, args, kwargs, read) if shards_something else read
+            plan = prove_again(unit, args, kwargs, read) if read.is_sharded else read
             if plan is not None:
                 self.num_read += 1
                 return plan
@@ -129,7 +128,7 @@ def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, options: Mapping[str,
     sharded = {name for name, placement in plan.placements.items() if isinstance(placement, Shard)}
     if plan.size != size or plan.placements.keys() != names or sharded & set(options.get("keep_replicated") or ()):
         return False
-    if plan.positions is None or plan.positions.by == "tensor":
+    if plan.by in ("", "tensor"):
         return plan.full_sequence_plan is None
     full_sequence_plan = plan.full_sequence_plan
     same_storage = full_sequence_plan.placements == plan.placements if full_sequence_plan is not None else size == 1

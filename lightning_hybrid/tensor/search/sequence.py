@@ -217,9 +217,8 @@ def _difference(addends: list[Tensor], shard: Tensor, tolerance: float, wanted: 
 
 def _summed_axes(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:
     """The axes over which the gradient of a parameter may have to be summed, fewest first."""
-    assert plan.positions is not None
-    over_tensor = plan.positions.by != "context" and plan.placements[name] == Replicated() and name not in plan.summed
-    if plan.positions.by == "tensor":
+    over_tensor = plan.by != "context" and plan.placements[name] == Replicated() and name not in plan.summed
+    if plan.by == "tensor":
         return [(), ("tensor",)] if over_tensor else []
     return [(), ("context",), ("tensor",), ("tensor", "context")] if over_tensor else [(), ("context",)]
 

@@ -97,10 +97,9 @@ def _find_on_copy(narrow: NarrowLayer, task: UnitTask) -> UnitPlan | str:
         plan = _find(task, narrow.unit, narrow.args, narrow.kwargs)
     except TensorPlanError as error:  # raised again with the sizes of the unit
         return str(error)
-    is_sharded = plan.num_sharded > 0 or plan.positions is not None
     reasons = {*plan.replicated_reasons.values(), *filter(None, [plan.full_sequence_reason])}
     # There is nothing to shard; other reasons may have the sizes of the unit.
-    if not is_sharded and not reasons <= {NO_LINEAR, ONE_TENSOR_RANK, NO_SEQUENCE, *task.excluded.values()}:
+    if not plan.is_sharded and not reasons <= {NO_LINEAR, ONE_TENSOR_RANK, NO_SEQUENCE, *task.excluded.values()}:
         return f"nothing is sharded at 1/{narrow.factor} of it"
     return narrow.plan_of_full(plan)
 
@@ -127,7 +126,7 @@ def _search(task: UnitTask, proof: Proof) -> UnitPlan:
         plan = search.run()
     if task.context > 1:
         plan = _with_context(task, plan, search, proof)
-    if (plan.num_sharded or plan.positions is not None) and not plan.vocabulary and proof.value_read:
+    if plan.is_sharded and not plan.vocabulary and proof.value_read:
         plan = _unsharded_since_it_reads_values(task, plan, proof)
     return replace(plan, calls=proof.calls)
 
