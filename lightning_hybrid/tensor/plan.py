@@ -18,6 +18,7 @@ SequenceAxes = Literal["tensor", "context", "both"]
 SequenceParallel = Literal["tensor"] | None  # sequence parallelism: positions sharded over tensor ranks between regions
 RING = "ring attention"  # the first item of the sites of attention calls, whose rules say what the keys are
 NO_LINEAR = "no weight of a linear"  # the reason of parameters that no linear multiplies by
+ONE_TENSOR_RANK = "context ranks hold all parameters"
 NOT_A_MULTIPLE = "not a multiple of"  # in each reason that names a size which the number of ranks does not divide
 
 

@@ -11,15 +11,14 @@ from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.params.placement import Placement, Shard
-from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Group, UnitPlan
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, ONE_TENSOR_RANK, Group, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.runtime.attention import attention_placements
-from lightning_hybrid.tensor.search.context import ONE_TENSOR_RANK
 from lightning_hybrid.tensor.search.dataflow import LinearDataflow, Pair, trace_linears
-from lightning_hybrid.tensor.search.groups import GroupPlan
+from lightning_hybrid.tensor.search.groups import GroupPlan, GroupTrials
 from lightning_hybrid.tensor.search.requests import Origin, Request, UnitRequests, UnitTask
 from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
-from lightning_hybrid.tensor.search.variants import GroupTrials, uneven_sizes, variants
+from lightning_hybrid.tensor.search.variants import uneven_sizes, variants
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
 _SMALL_SHARE = 0.01

@@ -12,20 +12,10 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
-from lightning_hybrid.tensor.plan import (
-    NO_LINEAR,
-    SequenceParallel,
-    UnitPlan,
-)
+from lightning_hybrid.tensor.plan import NO_LINEAR, ONE_TENSOR_RANK, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.proof.narrow import NarrowLayer, narrow_layer
 from lightning_hybrid.tensor.proof.proof import Proof, proof_of
-from lightning_hybrid.tensor.search.context import (
-    ONE_TENSOR_RANK,
-    ShardedGroups,
-    reads_values,
-    shard_over_context,
-    with_ring_attention,
-)
+from lightning_hybrid.tensor.search.context import ContextSearch, reads_values, with_ring_attention
 from lightning_hybrid.tensor.search.group_search import GroupSearch
 from lightning_hybrid.tensor.search.requests import UnitRequests, UnitTask, check_followed
 from lightning_hybrid.tensor.search.sequence import NO_SEQUENCE
@@ -125,7 +115,9 @@ def _search(task: UnitTask, proof: Proof) -> UnitPlan:
         search = search.with_gradients()
         plan = search.run()
     if task.context > 1:
-        plan = _with_context(task, plan, search, proof)
+        why = "vocabulary-parallel lookups and products need all positions"
+        without = replace(plan, context=task.context, full_sequence_reason=why)
+        plan = without if plan.vocabulary else ContextSearch(task, search, plan, proof).run()
     if plan.is_sharded and not plan.vocabulary and proof.value_read:
         plan = _unsharded_since_it_reads_values(task, plan, proof)
     return replace(plan, calls=proof.calls)
@@ -138,22 +130,3 @@ def _unsharded_since_it_reads_values(task: UnitTask, plan: UnitPlan, proof: Proo
         return task.unsharded(reason)
     unsharded = task.unsharded(ONE_TENSOR_RANK)
     return replace(unsharded, context=plan.context, full_sequence_reason=reason, num_trials=plan.num_trials)
-
-
-def _with_context(task: UnitTask, plan: UnitPlan, search: GroupSearch, proof: Proof) -> UnitPlan:
-    """Shards the sequence of a plan over tensor ranks over context ranks as well."""
-    size, context = task.size, task.context
-    if plan.vocabulary:
-        return replace(
-            plan, context=context, full_sequence_reason="vocabulary-parallel lookups and products need all positions"
-        )
-    wide_proof = proof.on(size * context)
-    wide = search.over_all_ranks(wide_proof, plan.placements)
-    over_tensor = plan
-    for with_heads in (True, False):  # groups that mix positions mostly have heads
-        exchanged, why = wide.exchanged(None if size == 1 else search.groups, with_heads=with_heads)
-        groups = ShardedGroups(wide.linears, search.groups, exchanged, search.reasons, why)
-        plan = shard_over_context(proof.unit, over_tensor, groups, proof, task.sequence_parallel)
-        if plan.positions is not None:
-            break
-    return replace(plan, num_trials=plan.num_trials + wide_proof.ranks.num_trials + proof.ranks.num_trials)

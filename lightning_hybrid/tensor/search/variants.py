@@ -6,20 +6,15 @@ integer attributes of the modules are divided, and in whether the code indexes t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from lightning_hybrid.params.placement import Piece, Placement, Shard
-from lightning_hybrid.tensor.plan import Group, LinearLike, Rule, Site, UnitPlan
-from lightning_hybrid.tensor.proof.proof import Proof
-from lightning_hybrid.tensor.search.context import stored_placements
+from lightning_hybrid.tensor.plan import Group, LinearLike
 from lightning_hybrid.tensor.search.dataflow import Arrangement, LinearDataflow, Pair
-from lightning_hybrid.tensor.search.groups import GroupPlan, merged_plan
-from lightning_hybrid.tensor.search.requests import UnitTask
+from lightning_hybrid.tensor.search.groups import GroupPlan
 
 Attributes = dict[str, dict[str, int]]
 
@@ -181,90 +176,3 @@ def local_pieces(lengths: tuple[int, ...], heads: tuple[int | None, ...], size: 
             return None
         pieces.append(Piece(length, parts))
     return tuple(pieces)
-
-
-class GroupTrials:
-    """Runs trials of single groups of one unit.
-
-    Attributes:
-        linears: The linears that ran, by FQN.
-        reasons: Why parameters stay replicated.
-        excluded: Parameters that no group may have, each with the reason: replicated, or sharded in another way.
-    """
-
-    def __init__(
-        self,
-        task: UnitTask,
-        proof: Proof,
-        linears: Mapping[str, LinearLike],
-        stored: Mapping[str, Placement] | None,
-        check_gradients: bool,
-    ) -> None:
-        """Binds the trials to a proof; ``stored`` are the placements on tensor ranks, for exchanges of positions."""
-        self._task, self._proof, self._stored, self._check_gradients = task, proof, stored, check_gradients
-        self.linears, self.reasons, self.excluded = linears, dict(task.excluded), dict(task.excluded)
-
-    def plan(self, groups: list[GroupPlan], rules: dict[Site, Rule] | None = None) -> UnitPlan:
-        """Merges groups into a plan of the unit, as `merged_plan`."""
-        proof = self._proof
-        return merged_plan(proof.unit, proof.ranks.size, groups, self.linears, proof.example, self.reasons, rules)
-
-    def _agrees_with_stored(self, placements: Mapping[str, Placement]) -> bool:
-        """Whether placements over tensor ranks times context ranks only shard the stored shards further."""
-        if self._stored is None or self._task.size == 1:
-            return True
-        reduced = stored_placements(placements, self._task.size, self._task.context)
-        return not isinstance(reduced, str) and all(self._stored[fqn] == found for fqn, found in reduced.items())
-
-    def try_group(self, group: GroupPlan) -> GroupPlan | str:
-        """Tries one group by itself; returns it with the rules and sums that it needs, or what is wrong."""
-        proof = self._proof
-        proof.relative_error = math.inf
-        if not group.fits(proof.unit):
-            return "its sizes cannot be divided"
-        if not self._agrees_with_stored(group.placements):
-            return "it would need another sharding of the stored parameters"
-        if excluded := self.excluded.keys() & group.placements.keys():
-            return f"pairs with {min(excluded)}, {self.excluded[min(excluded)]}"
-        rules: dict[Site, Rule] = {}
-        failure = self._failure(group, rules)
-        if failure is not None and proof.sharded_outputs:
-            group.outputs = proof.sharded_outputs
-            rules = {}
-            failure = self._failure(group, rules)
-        watch = None if proof.ranks.first_unit is None else proof.ranks.first_unit.last_region_mode
-        if failure is None and self._stored is None and not proof.runs_as_first(proof.eval_mode):
-            # Code that runs only in eval mode needs rules too; for exchanges they are learned in that setting again.
-            failure = proof.difference(self.plan([group], rules=rules), proof.eval_mode, learning=True)
-        if failure is not None or watch is None:
-            return failure or "nothing ran sharded"
-        elsewhere = watch.inside | watch.outside | self.excluded.keys()
-        sliced = {fqn: dim for fqn, dim in watch.sliced.items() if fqn not in elsewhere}
-        for fqn, dim in sliced.items():
-            shape = attrgetter(fqn)(proof.unit).shape
-            group.placements[fqn] = Shard.evenly(dim % len(shape), shape[dim], proof.ranks.size)
-        mixed = watch.inside & watch.outside | (set(watch.sliced) - set(sliced))
-        group.summed = tuple(sorted(watch.inside - mixed - set(group.placements)))
-        # A parameter that is sharded from now on need not be sliced at its use.
-        group.rules = {site: rule for site, rule in rules.items() if site[1] != "side" or site[3] not in sliced}
-        is_required = bool(mixed or group.outputs) or watch.entered or watch.drew
-        rewrites = [(site, rule) for site, rule in group.rules.items() if rule]
-        group.watched = is_required or bool(rewrites)
-        group.avoidable = bool(rewrites) and not is_required and all(_is_size(site, rule) for site, rule in rewrites)
-        return group
-
-    def _failure(self, group: GroupPlan, rules: dict[Site, Rule]) -> str | None:
-        # Gradients of weights show no more than outputs and gradients of inputs and biases; the proof compares them.
-        weights = frozenset(linear.parameter("weight") for linear in self.linears.values())
-        return self._proof.difference(
-            self.plan([group], rules=rules),
-            self._proof.first,
-            learning=True,
-            forward_only=not self._check_gradients,
-            without=weights - group.vocabulary.keys(),
-        )
-
-
-def _is_size(site: Site, rule: Rule) -> bool:
-    """Whether a rule rewrites a size or an offset; other rules are for values or groups."""
-    return site[1] == "view" or rule in (("expand",), ("offsets",))
