@@ -88,7 +88,7 @@ class PositionsPlan:
     """
 
     by: SequenceAxes | Literal[""]
-    leaf_index: int = field(metadata={"key": "place"})
+    leaf_index: int
     dim: int
     num_dims: int
     outputs: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ class PositionsPlan:
     summed_over_tensor: tuple[str, ...] = ()
     summed_over_context: tuple[str, ...] = ()
     features: Mapping[str, Shard] = field(default_factory=dict)
-    parameter_shards: Mapping[str, Shard] = field(default_factory=dict, metadata={"key": "parts"})
+    parameter_shards: Mapping[str, Shard] = field(default_factory=dict)
     ring_attention: bool = False
 
 
@@ -151,11 +151,11 @@ class UnitPlan:
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     outside: tuple[str, ...] = ()
     watched: bool = False
-    grad_inputs: frozenset[int] = field(default=frozenset(), metadata={"key": "quiet"})
-    replicated_reasons: Mapping[str, str] = field(default_factory=dict, metadata={"key": "kept"})
+    grad_inputs: frozenset[int] = frozenset()
+    replicated_reasons: Mapping[str, str] = field(default_factory=dict)
     positions: PositionsPlan | None = None
-    full_sequence_reason: str = field(default="", metadata={"key": "undealt"})
-    full_sequence_plan: UnitPlan | None = field(default=None, metadata={"key": "otherwise"})
+    full_sequence_reason: str = ""
+    full_sequence_plan: UnitPlan | None = None
     uneven: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     calls: frozenset[int] = frozenset()
