@@ -131,7 +131,7 @@ class UnitPlan:
         full_sequence_plan: For tensor ranks with context ranks: the plan for calls whose sequence is not sharded.
         uneven: Linears that are in no pair because of a size: FQN -> size, and what it counts.
         notes: Further lines for the user.
-        calls: The lines of the user's code that called torch in trials, as `check_forward_was_proved` compares them.
+        calls: The lines of the user's code that called torch in trials, as `ProvedCalls` compares them.
         num_trials: Number of sharded runs of the unit in the search.
         seconds: Duration of the search.
     """

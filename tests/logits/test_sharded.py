@@ -5,12 +5,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.thread_ranks import on_ranks
 from lightning_hybrid.logits import rules as slice_losses
 from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
 from lightning_hybrid.params.placement import Shard, join, shard_tensor
 from lightning_hybrid.tensor.proof.proof import TOLERANCE
-from lightning_hybrid.tensor.proof.trials import TrialFailed, on_ranks
+from lightning_hybrid.tensor.proof.trials import TrialFailed
 from lightning_hybrid.tensor.search.model import choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.uses import VocabularyUses
 

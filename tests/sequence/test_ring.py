@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from harness.thread_ranks import on_ranks
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.sequence.kernels import (
     FlashOnCpu,
@@ -22,7 +23,6 @@ from lightning_hybrid.sequence.positions import (
 )
 from lightning_hybrid.sequence.ring import ring_attention
 from lightning_hybrid.tensor.collectives import Ranks
-from lightning_hybrid.tensor.proof.trials import on_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,10 @@ class Proof:
     example: Example  # its arguments
     ranks: TrialRanks  # runs it on all ranks
     dtype: torch.dtype  # dtype of weights and arguments
+    # Outcomes of the unsharded unit, which proofs of the same example on other ranks share.
+    _references: dict[str, tuple[Outcome, frozenset[str]]] = field(default_factory=dict)  # and missing gradients
+    _same_as_first: dict[str, bool] = field(default_factory=dict)
+    _on_outliers: dict[str, Outcome | None] = field(default_factory=dict)  # None where the unit itself raises
 
     def __post_init__(self) -> None:
         first = self.first = Setting(dtype=self.dtype)
@@ -65,18 +69,12 @@ class Proof:
         self.without_modes = replace(self.eval_mode, exact=False)
         others = [replace(first, training=False), replace(first, grad=False)]
         self.settings = [first, *others, self.eval_mode, self.without_modes]
-        self._references: dict[str, tuple[Outcome, frozenset[str]]] = {}  # with the names of missing gradients
-        self._same_as_first: dict[str, bool] = {}
-        self._on_outliers: dict[str, Outcome | None] = {}  # None where the unit itself raises
         self.sharded_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
     def on(self, size: int, context: int = 1) -> Proof:
         """Makes a proof of the same example on other numbers of tensor and context ranks."""
-        proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
-        proof._references, proof._same_as_first = self._references, self._same_as_first
-        proof._on_outliers = self._on_outliers
-        return proof
+        return replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
 
     def reference(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
         """The outcome of the unsharded unit, which runs once for each setting.

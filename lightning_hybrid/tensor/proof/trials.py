@@ -279,15 +279,6 @@ class ThreadRanks(Ranks):
         return received
 
 
-def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
-    """Runs a function on `size` ranks at once, in threads; returns the results in the order of ranks.
-
-    Raises:
-        TrialFailed: A rank raised, or the ranks did not exchange the same things.
-    """
-    return ThreadGroups(size, 1).run_on_each(lambda ranks, _: run(ranks))
-
-
 class ThreadGroups:
     """The thread groups of tensor ranks times context ranks, in the order of `PairedRanks`."""
 

@@ -203,26 +203,23 @@ class ParallelLinears:
     def _attention(
         self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if self.ring is not None:
-            if self.sequence.inner is not None:
-                raise CannotShard(
-                    "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",
-                    entry="ring-attention",
-                )
-            enter, attend = partial(self._inputs.enter, ranks=self._ranks), partial(self.ring.attend_in_module, fqn)
-            summed = partial(leave, ranks=self._ranks)
-            return sharded_attention(
-                module, self._ranks, enter, summed, self._around_draw, *args, ring=attend, **kwargs
+        if (ring := self.ring) is None:
+            args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
+            self.sequence.is_local = False
+        elif self.sequence.inner is not None:
+            raise CannotShard(
+                "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",
+                entry="ring-attention",
             )
-        args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
-        self.sequence.is_local = False
-        ranks = self._all  # the ranks of one axis where the sequence is not sharded over the other
+        # The ranks of one axis where the sequence is not sharded over the other.
+        ranks = self._all if ring is None else self._ranks
+        summed = partial(leave if ring is not None else self.sequence.summed, ranks=self._ranks)
+        attend = None if ring is None else partial(ring.attend_in_module, fqn)
         with contextlib.ExitStack() as saved:
             for tensor in tensors_in((*args, *kwargs.values())):
                 saved.enter_context(save_local_shard(tensor))
             enter = partial(self._inputs.enter, ranks=ranks)
-            summed = partial(self.sequence.summed, ranks=self._ranks)
-            return sharded_attention(module, ranks, enter, summed, self._around_draw, *args, **kwargs)
+            return sharded_attention(module, ranks, enter, summed, self._around_draw, *args, ring=attend, **kwargs)
 
 
 def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:

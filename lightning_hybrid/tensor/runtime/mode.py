@@ -39,6 +39,8 @@ _QUERIES = names("size dim numel stride is_contiguous is_floating_point __len__ 
 _VIEWS = frozenset({"view", "reshape"})
 _CHANNELS = frozenset({"batch_norm", "group_norm", "instance_norm", "prelu"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+# The position and the name of the number of groups.
+_GROUPS_AT = {"group_norm": (1, "num_groups"), **dict.fromkeys(_CONVOLUTIONS, (6, "groups"))}
 _REWRITTEN = _VIEWS | _CONVOLUTIONS | {"unflatten", "expand", "group_norm", "split", "narrow", "__getitem__"}
 _ATTENTION = "scaled_dot_product_attention"
 _BATCHED = "baddbmm"  # its addend has batch and heads in one dim
@@ -216,11 +218,7 @@ class RegionMode(TorchFunctionMode):
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
             sizes = self._with_all_positions(name, tensor, tuple(sizes))
             return (tensor, self._expand(tensor, list(sizes))), kwargs
-        if name == "group_norm":
-            self._must_divide(name, args[1])
-            self.rules[self._site(name)] = ("groups",)
-            return (tensor, args[1] // self._over.size, *args[2:]), kwargs
-        if name in _CONVOLUTIONS:
+        if name in _GROUPS_AT:
             return self._with_local_groups(name, args, kwargs)
         return self._with_local_offsets(name, args, kwargs)
 
@@ -279,20 +277,18 @@ class RegionMode(TorchFunctionMode):
         return sizes
 
     def _with_local_groups(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
-        if groups == 1:
+        place, key = _GROUPS_AT[name]
+        groups = args[place] if len(args) > place else kwargs.get(key, 1)
+        if groups == 1 and name in _CONVOLUTIONS:
             return args, kwargs
-        self._must_divide(name, groups)
-        self.rules[self._site(name)] = ("groups",)
-        if len(args) > 6:
-            return (*args[:6], groups // self._over.size, *args[7:]), kwargs
-        return args, {**kwargs, "groups": groups // self._over.size}
-
-    def _must_divide(self, name: str, groups: int) -> None:
         if groups % self._over.size:
             raise CannotShard(
                 f"{name} has {groups} groups, which {self._over.size} ranks cannot share", entry="unproved-code"
             )
+        self.rules[self._site(name)] = ("groups",)
+        if len(args) > place:
+            return (*args[:place], groups // self._over.size, *args[place + 1 :]), kwargs
+        return args, {**kwargs, key: groups // self._over.size}
 
     def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         tensor = args[0]
