@@ -16,11 +16,7 @@ _KEY = "lightning_hybrid/arrivals"
 
 
 def wait_until(is_done: Callable[[], bool], seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Ask again and again, after longer pauses each time, whether something in a store is done, or over.
-
-    Returns:
-        Whether it was done before it was over, within the time.
-    """
+    """Ask again and again, after longer pauses, whether something in a store is done; False if time or it is over."""
     end, pause = time.monotonic() + seconds, 0.001
     while not is_done():
         if time.monotonic() > end or is_over():

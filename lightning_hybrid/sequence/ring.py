@@ -49,18 +49,10 @@ def ring_attention(
 ) -> Tensor:
     """Attends from this rank's positions to all ranks' positions; collective, forward and backward.
 
-    Args:
-        query: ``(batch, heads, local positions, features of a head)``, or without a batch.
-        key: The same, with as many heads or a divisor of them (grouped queries).
-        value: As ``key``; the number of features may be another.
-        sharding: Of the positions over the context ranks.
-        masks: Masks of `torch.nn.functional.scaled_dot_product_attention`: boolean, True where a query attends, or
-            added to the scores; they broadcast to ``(batch, heads, all or local positions, all positions)``.
-        is_causal: Whether a query attends to keys up to its own position alone; without masks.
-        scale: Factor of the scores; the inverse root of the features by default.
-
-    Returns:
-        ``(batch, heads, local positions, features)``.
+    Tensors are ``(batch, heads, local positions, features of a head)``, or without a batch; keys may have a divisor of
+    the number of heads, and values other features. Masks are those of torch's attention: boolean, True where a query
+    attends, or added to the scores; they broadcast to ``(batch, heads, all or local positions, all positions)``. With
+    ``is_causal``, without masks, a query attends to keys up to its own position alone.
 
     Raises:
         CannotShard: The masks have other sizes, or cover only the keys of one rank.

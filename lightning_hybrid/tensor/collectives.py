@@ -152,13 +152,11 @@ class Readers:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: Ranks, readers: Readers) -> Tensor:
-        """A view of the same shape."""
         ctx.ranks, ctx.readers = ranks, readers
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The sum over the ranks, of the same shape."""
         if not ctx.readers.fresh or torch.is_grad_enabled():
             # The gradient that autograd passes in may be in use elsewhere too.
             grad = grad.clone(memory_format=torch.contiguous_format)
@@ -168,7 +166,6 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
-        """The sum over the ranks, in the memory of ``tensor``, which may have any shape."""
         ctx.ranks = ranks
         ctx.mark_dirty(tensor)
         ranks.all_reduce(tensor)
@@ -176,7 +173,6 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient, of the same shape."""
         return _Enter.apply(grad, ctx.ranks, Readers()), None
 
 

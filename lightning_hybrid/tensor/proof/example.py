@@ -58,23 +58,11 @@ def make_example(
     *,
     widths: Collection[int] | None = None,
 ) -> Example | None:
-    """Makes an example with small sizes on which the unit runs.
+    """Makes an example with small sizes on which the unit runs; None if it does not run on its recorded inputs.
 
-    Args:
-        args: Positional arguments, real or fake tensors among them.
-        kwargs: Keyword arguments.
-        unit: A copy of the unit with random weights.
-        size: Number of tensor ranks; no size is a multiple of it without need.
-        runs: Whether the unit runs on an example.
-        generator: For the values of fake floating inputs.
-        dtype: Dtype of floating inputs.
-        least: Minimal size: each rank that the sequence is sharded over must have one position; two where another
-            dim comes first, since many sizes are 1.
-        widths: For a run on fake tensors: sizes that stay, beside those of weights. Leaves keep their dtype, and those
-            without data get none.
-
-    Returns:
-        The example, or None if the unit does not run on its recorded inputs.
+    No size is a multiple of the number of ranks without need. Each rank that the sequence is sharded over must have one
+    position, which `least` says; two where another dim comes first, since many sizes are 1. For a run on fake tensors
+    `widths` are sizes that stay, beside those of weights: leaves keep their dtype, and those without data get none.
     """
     leaves, spec = flatten((args, kwargs))
     real = [_with_real_tensors(leaf, generator, dtype) if widths is None else _detached(leaf) for leaf in leaves]

@@ -107,37 +107,31 @@ def _sum(tensor: Tensor, group: Any) -> Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        """A view of the same shape."""
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The sum over ranks, of the same shape."""
         return _sum(grad, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        """The sum over ranks, of the same shape."""
         return _sum(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient, of the same shape."""
         return grad, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rank: int, size: int, group: Any) -> Tensor:
-        """``(..., features / size)`` to ``(..., features)``."""
         ctx.rank, ctx.size = rank, size
         full = collectives.wait_tensor(collectives.all_gather_tensor(tensor.contiguous(), 0, group))
         return torch.cat(full.chunk(size), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """``(..., features)`` to ``(..., features / size)``."""
         return grad.chunk(ctx.size, -1)[ctx.rank].contiguous(), None, None, None

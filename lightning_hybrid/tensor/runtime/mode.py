@@ -386,9 +386,6 @@ def find_positions(
 
     Code computes sizes from the ``local`` number of positions; values in regions have one of ``lengths``. Dims stay
     what they are, counted from the end (``expand``), or else they are split and joined.
-
-    Returns:
-        Index in ``sizes`` and dim of the value; None if no size means positions.
     """
     found = []
     for index, size in enumerate(sizes):

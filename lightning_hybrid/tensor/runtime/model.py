@@ -201,8 +201,6 @@ class ShardedModel:
 
     def outside_reads(self) -> AbstractContextManager[Any]:
         """A context around the user's step, in which code outside of units may use vocabulary-parallel weights."""
-        if not any(plan.outside for plan in self.plans.values()):
-            return contextlib.nullcontext()
         found = {}
         for fqn, plan in self.plans.items():
             unit = self._root.get_submodule(fqn)

@@ -16,7 +16,7 @@ from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.runtime.attention import attention_placements
 from lightning_hybrid.tensor.search.dataflow import LinearDataflow, Pair, trace_linears
 from lightning_hybrid.tensor.search.groups import GroupPlan, GroupTrials
-from lightning_hybrid.tensor.search.requests import Origin, Request, UnitRequests, UnitTask
+from lightning_hybrid.tensor.search.requests import Request, UnitRequests, UnitTask
 from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
 from lightning_hybrid.tensor.search.variants import uneven_sizes, variants
 
@@ -203,7 +203,7 @@ class GroupSearch(GroupTrials):
                 self._unpaired |= {fqn: reason for side in pair for fqn in side if fqn not in self._unpaired}
             no_rows.add(next(iter(wrong))[1][-1])
 
-    def _best_variant(self, pair: Pair, origin: Origin | str) -> GroupPlan | str:
+    def _best_variant(self, pair: Pair, origin: str) -> GroupPlan | str:
         """The best variant of a pair that passes its trial, or what is wrong."""
         best: GroupPlan | None = None
         more, num_wrong = _EXTRA_TRIALS, 0
@@ -322,8 +322,7 @@ def requested_pairs(
 ) -> tuple[list[Pair], dict[str, str]]:
     """Finds the pairs that a plan requests, with the linears that it does not name and they need.
 
-    Returns:
-        Columns and their rows, and what is wrong with linears that fit no pair, by FQN.
+    The second result is what is wrong with linears that fit no pair, by FQN.
     """
     order = list(dataflow.linears)
     free = [fqn for fqn in order if fqn not in assigned]

@@ -48,18 +48,11 @@ class ModelSearch:
         uses: Mapping[str, WeightUse] | None = None,
         step_units: Collection[nn.Module] = (),
     ) -> None:
-        """Chooses what is sharded by vocabulary.
+        """Chooses what is sharded by vocabulary, from the uses of parameters by their first FQN in the root.
 
-        Args:
-            root: The user's module.
-            units: Its tensor units, by FQN.
-            calls: The calls of the units in the step.
-            read_by_step: Parameters that the step reads outside of units, each with its line, by FQN in the root.
-            size: Number of tensor ranks.
-            find: Plans one unit, as `plan_unit`.
-            plan_requests: The requests of plans, by FQN of the unit.
-            uses: The uses of each parameter in the step, by its first FQN in the root.
-            step_units: The step's units; modules that the user compiled around them run uncompiled.
+        `units` are the tensor units by FQN, `read_by_step` parameters that the step reads outside of them, each with
+        its line. `find` plans one unit, as `plan_unit`. Modules that the user compiled around `step_units` run
+        uncompiled.
         """
         self._root, self._units, self._calls, self._read_by_step = root, units, calls, read_by_step
         self._size, self._find = size, find
@@ -239,11 +232,7 @@ class VocabularySharding:
 def choose_vocabulary_shardings(
     root: nn.Module, uses: Mapping[str, WeightUse], size: int
 ) -> tuple[dict[str, VocabularySharding], dict[str, str]]:
-    """Chooses the parameters to shard by vocabulary over `size` tensor ranks, from their uses in the step.
-
-    Returns:
-        The weights and biases to shard, and why other tables are not; by first FQN in the root.
-    """
+    """Chooses the parameters to shard by vocabulary over `size` tensor ranks, and why other tables are not sharded."""
     parameters = dict(root.named_parameters())
     shardings: dict[str, VocabularySharding] = {}
     reasons: dict[str, str] = {}

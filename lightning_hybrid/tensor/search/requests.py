@@ -145,9 +145,6 @@ def _plan_of_module(module: nn.Module) -> Mapping[str, Any]:
     return merged
 
 
-Origin = Literal["your plan", "the model's own plan", "found"]
-
-
 @dataclass(frozen=True)
 class UnitRequests:
     """The requests for the modules of one unit."""
