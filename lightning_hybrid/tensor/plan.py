@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -217,16 +217,24 @@ def local_positions(plan: UnitPlan) -> PositionsPlan:
     positions = plan.positions or FULL_POSITIONS
     if plan.by in ("", "tensor"):
         return positions
+    given = (positions.features, positions.parameter_shards)
+    features, shards = (split_placements(each, plan.size, plan.context)[1] for each in given)
+    return replace(positions, features=features, parameter_shards=shards)
 
-    def of_context(placements: Mapping[str, Shard]) -> dict[str, Shard]:
-        found = {}
-        for fqn, placement in placements.items():
-            cuts = split_over_two_axes(placement, plan.size, plan.context)
-            if cuts is None:
-                raise ValueError(f"{fqn} is not sharded over {plan.size} tensor ranks and {plan.context} context ranks")
-            found[fqn] = cuts[1]
-        return found
 
-    return replace(
-        positions, features=of_context(positions.features), parameter_shards=of_context(positions.parameter_shards)
-    )
+def split_placements(
+    placements: Mapping[str, Placement], size: int, context: int
+) -> tuple[dict[str, Placement], dict[str, Any]]:
+    """Splits placements over tensor ranks times context ranks, by FQN, into those over each axis.
+
+    Raises:
+        ValueError: A parameter cannot be sharded so.
+    """
+    over_tensor: dict[str, Placement] = {}
+    over_context: dict[str, Any] = {}
+    for fqn, placement in placements.items():
+        cuts = split_over_two_axes(placement, size, context) if isinstance(placement, Shard) else (placement, placement)
+        if cuts is None:
+            raise ValueError(f"{fqn} is not sharded over {size} tensor ranks and {context} context ranks")
+        over_tensor[fqn], over_context[fqn] = cuts
+    return over_tensor, over_context

@@ -114,31 +114,19 @@ def _attended(
     is_causal: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention of this rank's heads, and its weights if they are needed."""
+    """The attention of this rank's heads, and its weights ``(batch, heads, queries, keys)`` if they are needed."""
     q, k, v = inputs
     if ring is not None:
         options = {"dropout_p": module.dropout * module.training, "need_weights": need_weights}
         return ring(q, k, v, [] if is_causal else masks, is_causal=is_causal, **options), None
-    weights = _attention_weights(module, q, k, masks, around_draw)
-    return weights @ v, weights if need_weights else None
-
-
-def _attention_weights(
-    module: nn.MultiheadAttention,
-    q: Tensor,
-    k: Tensor,
-    masks: list[Tensor],
-    around_draw: Callable[[], AbstractContextManager[Any]],
-) -> Tensor:
-    """Softmax of the masked scores, with dropout: ``(batch, heads, queries, keys)``."""
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
     for mask in masks:
         scores = scores + F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # zeros for keys that were appended
-    attention = torch.softmax(scores, -1)
+    weights = torch.softmax(scores, -1)
     if module.training and module.dropout > 0:
         with around_draw():
-            attention = F.dropout(attention, module.dropout)
-    return attention
+            weights = F.dropout(weights, module.dropout)
+    return weights @ v, weights if need_weights else None
 
 
 def _masks(q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, ranks: Ranks) -> list[Tensor]:

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 from lightning_hybrid.params.placement import Shard
-from lightning_hybrid.tensor.plan import RING, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.plan import RING, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan, split_placements
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.search.group_search import GroupSearch
-from lightning_hybrid.tensor.search.groups import GroupPlan, stored_placements
+from lightning_hybrid.tensor.search.groups import GroupPlan
 from lightning_hybrid.tensor.search.requests import UnitTask
 from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
 
@@ -118,9 +118,10 @@ class ContextSearch:
     def _exchanged_group(self, group: GroupPlan) -> _ExchangedGroup | str:
         """Derives a group that exchanges from its sharding over all ranks; or returns why it cannot exchange."""
         size, context = self._task.size, self._task.context
-        placements = stored_placements(group.placements, size, context)
-        if isinstance(placements, str):
-            return placements
+        try:
+            placements, _ = split_placements(group.placements, size, context)
+        except ValueError as error:
+            return str(error)
         features: dict[str, Shard] = {}
         linear_parameters: set[str] = set()
         for fqn, role in group.roles().items():

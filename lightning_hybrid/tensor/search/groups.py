@@ -10,8 +10,8 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from lightning_hybrid.params.placement import Placement, Replicated, Shard, split_over_two_axes
-from lightning_hybrid.tensor.plan import NO_LINEAR, Group, LinearLike, Role, Rule, Site, UnitPlan
+from lightning_hybrid.params.placement import Placement, Replicated, Shard
+from lightning_hybrid.tensor.plan import NO_LINEAR, Group, LinearLike, Role, Rule, Site, UnitPlan, split_placements
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.search.requests import UnitTask
 
@@ -110,8 +110,11 @@ class GroupTrials:
         """Whether placements over tensor ranks times context ranks only shard the stored shards further."""
         if self._stored is None or self._task.size == 1:
             return True
-        reduced = stored_placements(placements, self._task.size, self._task.context)
-        return not isinstance(reduced, str) and all(self._stored[fqn] == found for fqn, found in reduced.items())
+        try:
+            reduced, _ = split_placements(placements, self._task.size, self._task.context)
+        except ValueError:
+            return False
+        return all(self._stored[fqn] == found for fqn, found in reduced.items())
 
     def try_group(self, group: GroupPlan) -> GroupPlan | str:
         """Tries one group by itself; returns it with the rules and sums that it needs, or what is wrong."""
@@ -173,19 +176,3 @@ def _reason(fqn: str, roles: Mapping[str, Role], reasons: Mapping[str, str]) -> 
     owner = fqn.rpartition(".")[0]
     is_bias = roles.get(owner) == "row" or roles.get(owner.rpartition(".")[0]) == "attention"
     return "added to the sum over ranks" if is_bias else NO_LINEAR
-
-
-def stored_placements(placements: Mapping[str, Placement], size: int, context: int) -> dict[str, Placement] | str:
-    """Reduces placements over `size` tensor ranks times `context` context ranks, by FQN, to tensor ranks.
-
-    Returns a description of the parameter that cannot be sharded so, if there is one.
-    """
-    found: dict[str, Placement] = {}
-    for fqn, placement in placements.items():
-        shards = (
-            split_over_two_axes(placement, size, context) if isinstance(placement, Shard) else (placement, placement)
-        )
-        if shards is None:
-            return f"{fqn} is not sharded over {size} tensor ranks and {context} context ranks"
-        found[fqn] = shards[0]
-    return found

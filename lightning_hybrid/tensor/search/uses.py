@@ -59,7 +59,7 @@ def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn
                 if inner == fqn or inner.startswith(fqn + ".")
                 for name, parameter in unit.named_parameters()
             }
-            with _OutsideReads(owners, running, calls):
+            with _OutsideReads(owners, calls):
                 return forward(*args, **kwargs)
 
         return recorded
@@ -75,9 +75,9 @@ def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn
 class _OutsideReads(TorchFunctionMode):
     """A function mode that records parameters which are read while their unit does not run."""
 
-    def __init__(self, owners: Mapping[int, tuple[str, str]], running: list[str], calls: UnitCalls) -> None:
+    def __init__(self, owners: Mapping[int, tuple[str, str]], calls: UnitCalls) -> None:
         super().__init__()
-        self._owners, self._running, self._calls = owners, running, calls
+        self._owners, self._calls = owners, calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,7 +86,7 @@ class _OutsideReads(TorchFunctionMode):
             for leaf in flatten_call(args, kwargs)[0]:
                 if id(leaf) in self._owners:
                     unit, name = self._owners[id(leaf)]
-                    if unit not in self._running:
+                    if unit not in self._calls.running:
                         self._calls.read_outside.setdefault(unit, set()).add(name)
         return func(*args, **kwargs)
 
