@@ -265,7 +265,7 @@ class Collective(NamedTuple):
 
 
 class CountedRanks(Ranks):
-    """One of several ranks, of which the others are not there.
+    """One of several ranks; the others are not there.
 
     Attributes:
         done: The collectives so far; ranks of two axes may share one list.

@@ -119,7 +119,7 @@ class TrialRanks:
     """
 
     def __init__(self, unit: nn.Module, size: int, context: int = 1, *, copies: list[nn.Module] | None = None) -> None:
-        """Makes the copies of a unit with random weights; those of other trials are used and completed."""
+        """Makes the copies of a unit with random weights, beside the copies of other trials."""
         self._unsharded, self.size, self.context = unit, size, context
         self.copies = [] if copies is None else copies
         while len(self.copies) < size * context:

@@ -218,7 +218,7 @@ def _hints(hint: Any) -> dict[str, Any]:
 def digest_of(
     unit: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int, options: Mapping[str, Any]
 ) -> str:
-    """Computes the key of a unit's plan for a call; size and options are those of `plan_unit`."""
+    """Computes the key of a unit's plan for a call, with the size and options of `plan_unit`."""
     asked = {name: value.key if isinstance(value, UnitRequests) else value for name, value in options.items() if value}
     classes = {base for module in unit.modules() for base in type(module).__mro__}
     described = (

@@ -57,7 +57,7 @@ class GroupSearch(GroupTrials):
         self._notes: list[str] = []
 
     def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement]) -> GroupSearch:
-        """Makes a search on all ranks, those of `proof`, for parameters with these placements on tensor ranks."""
+        """Makes a search on all ranks of `proof`, for parameters with these placements on tensor ranks."""
         return GroupSearch(replace(self._task, requests=UnitRequests()), proof, self._dataflow, placements)
 
     def with_gradients(self) -> GroupSearch:

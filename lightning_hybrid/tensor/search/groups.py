@@ -67,7 +67,7 @@ class GroupTrials:
         self.linears, self.reasons, self.excluded = linears, dict(task.excluded), dict(task.excluded)
 
     def plan(self, groups: list[GroupPlan], rules: dict[Site, Rule] | None = None) -> UnitPlan:
-        """Merges groups into a plan of the unit; rules are those of the groups, or a dict that trials fill."""
+        """Merges groups into a plan of the unit, with the rules of the groups or a dict that trials fill."""
         unit, size = self._proof.unit, self._proof.ranks.size
         placements: dict[str, Placement] = {fqn: Replicated() for fqn, _ in unit.named_parameters()}
         placements |= {fqn: Replicated() for fqn, _ in unit.named_buffers()}
