@@ -45,17 +45,18 @@ class CheckpointFiles:
         seed: Of keyed randomness, from the checkpoint that was loaded; None if none was.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self.seed: int | None = None
         self._background = BackgroundSave()
         self._buffers: HostBuffers | None = None  # of the run, once it saves beside training
         self._writers: tuple[Any, ProcessGroup | None] | None = None
         self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
-    def connect(self, module: pl.LightningModule, world: RankWorld, state: FullOrShardedState) -> None:
-        """Bind to one module, its ranks and its state."""
-        self._module, self._world, self._state = module, world, state
+    def connect(
+        self, module: pl.LightningModule, world: RankWorld, state: FullOrShardedState, options: Options
+    ) -> None:
+        """Bind to one run: its module, ranks and state, and its options, which are planned by now."""
+        self._module, self._world, self._state, self._options = module, world, state, options
 
     def adopt_seed(self, seed: int) -> int:
         """Return the seed of the loaded checkpoint, or of an earlier run; the agreed one if there is none."""
