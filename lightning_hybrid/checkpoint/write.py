@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import math
 import os
 import pickle
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ _MERGED = "state"  # of an optimizer: each rank has entries of its own
 _SAME = "on_save_checkpoint must do the same on every rank"
 
 
+BoxSpan = tuple[tuple[int, ...], tuple[int, ...]]  # the offsets and sizes of a box in its tensor
 # A box: the key and shape of its tensor, its offsets, and its content.
 Item = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
 # Called before each piece of long work with the name of the piece, how many are done, and how many there are.
@@ -274,21 +277,30 @@ def _check(metadata: Metadata, expected: set[str]) -> None:
             raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}; {_SAME}", entry="save-covered")
 
 
-def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Check that every element of a tensor lies in exactly one of the boxes; return what is wrong, or "".
-
-    ``shape`` is that of the full tensor; each box is its offsets and sizes.
-    """
+def covered(shape: tuple[int, ...], boxes: Sequence[BoxSpan]) -> str:
+    """Check that every element of a tensor lies in exactly one of the boxes; return what is wrong, or ""."""
     for offsets, sizes in boxes:
         if any(start < 0 or start + size > end for start, size, end in zip(offsets, sizes, shape, strict=True)):
             return f"has a box outside of it, at {offsets} of sizes {sizes}"
-    ordered = sorted(boxes)
-    for number, (offsets, sizes) in enumerate(ordered):
-        for other, lengths in ordered[number + 1 :]:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
-                return f"has elements that two boxes contain, at {offsets} of sizes {sizes} and at {other} of {lengths}"
+    # How often each element is contained is the sum, over the corners before it, of these signs: equal signs are equal
+    # numbers of boxes everywhere, and no pair of boxes needs to be compared.
+    if _signed_corners(boxes) == _signed_corners([((0,) * len(shape), shape)]):
+        return ""
+    for (offsets, sizes), (other, lengths) in itertools.combinations(sorted(boxes), 2):
+        if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
+            return f"has elements that two boxes contain, at {offsets} of sizes {sizes} and at {other} of {lengths}"
     saved = sum(math.prod(sizes) for _, sizes in boxes)
-    return "" if saved == math.prod(shape) else f"has {math.prod(shape)} elements, of which {saved} are saved"
+    return f"has {math.prod(shape)} elements, of which {saved} are saved"
+
+
+def _signed_corners(boxes: Iterable[BoxSpan]) -> dict[tuple[int, ...], int]:
+    """The corners of boxes, counted with the sign of the number of their dimensions that end there."""
+    signs: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        ends = [((start, 1), (start + size, -1)) for start, size in zip(offsets, sizes, strict=True)]
+        for corner in itertools.product(*ends):
+            signs[tuple(place for place, _ in corner)] += math.prod(sign for _, sign in corner)
+    return {corner: sign for corner, sign in signs.items() if sign}
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------
