@@ -242,11 +242,8 @@ def check_state_shapes(
 ) -> None:
     """Check that states have the shapes that an optimizer gives them; alike on all ranks, and without messages.
 
-    Args:
-        optimizer: Built; it steps parameters of any shapes, or shards of them.
-        entries: The states to load, full tensors of any device, by the number of the parameter.
-        names: FQNs of the optimizer's parameters, by number.
-        is_sharded: Whether ranks hold shards of parameters: then an optimizer of the user's is tried too.
+    ``entries`` are full tensors of any device, and ``names`` FQNs, by the number of the parameter. Where ranks hold
+    shards of parameters, an optimizer of the user's is tried too.
 
     Raises:
         CheckpointError: A state has another shape.

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim import Optimizer
 
@@ -45,13 +45,7 @@ _OTHER_MODEL = "load it into the model that it was made from"
 
 @dataclass(frozen=True, eq=False)
 class ReadRequest:
-    """A request to read a tensor, or a shard of it.
-
-    Attributes:
-        key: Key of the tensor.
-        target: Tensor that is filled in place.
-        shard: The shard that the target is; the full tensor if None.
-    """
+    """A request to fill a target in place with the tensor of a key, or with a shard of it."""
 
     key: str
     target: Tensor
@@ -64,13 +58,10 @@ class SavedFolder:
     def __init__(
         self, path: Path, *, weights_only: bool | None = None, digests: bool = True, share: tuple[int, int] = (0, 1)
     ) -> None:
-        """Open a folder.
+        """Open a folder; ``weights_only`` refuses all but tensors and plain Python values, unless it is False.
 
-        Args:
-            path: The folder.
-            weights_only: Refuses all but tensors and plain Python values, unless it is False.
-            digests: Whether to compare files with the digests of the manifest, beside reading tensors.
-            share: This rank and the number of ranks, of which each compares some of the files with tensors.
+        ``digests`` compares files with those of the manifest, beside reading tensors; ``share`` is this rank and the
+        number of ranks, of which each compares some of the files with tensors.
 
         Raises:
             CheckpointError: It is no checkpoint, or files are missing or were changed.
@@ -86,8 +77,8 @@ class SavedFolder:
         pool = ThreadPoolExecutor(max_workers=1)
         self._checked = [pool.submit(folder.check_digest, path, *file) for file in self._tensor_files[rank::count]]
         pool.shutdown(wait=False)
-        self._reader = _Reader(path)
-        self.metadata: Metadata = self._reader.read_metadata()
+        self._reader = FileSystemReader(path)
+        self.metadata = _read_index(path / folder.INDEX)
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def wait_for_digests(self) -> None:
@@ -168,7 +159,7 @@ class SavedFolder:
                 parts = create_read_items_for_chunk_list(each.key, saved, [chunk])
                 items += [_renamed(item, name) for item in parts if 0 not in item.lengths]
         try:
-            self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
+            self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()  # type: ignore[arg-type]
         except Exception:
             for name, entry in self._tensor_files:  # of which other ranks compare some
                 folder.check_digest(self.path, name, entry)
@@ -177,9 +168,8 @@ class SavedFolder:
     def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
         """Read Lightning's checkpoint with full tensors, except the optimizers': those are read when they are needed.
 
-        Args:
-            map_location: The device of the tensors; the CPU if it names none.
-            unread: Names in the module's state dict that are not read: zeros, without memory until they are accessed.
+        Tensors are on the CPU unless ``map_location`` names a device. ``unread`` are names in the module's state dict
+        that are not read: zeros, without memory until they are accessed.
         """
         rest = self.rest()
         optimizers = rest.get(OPTIMIZERS)
@@ -322,32 +312,14 @@ def _renamed(item: ReadItem, name: str) -> ReadItem:
     return ReadItem(item.type, index, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths)
 
 
-class _Targets(LoadPlanner):
-    """The load planner that gives torch's reader the target of each item."""
+class _Targets:
+    """What torch's reader asks a ``LoadPlanner``: the view of a target that an item fills, of the item's shape."""
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
         self._targets = targets
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the targets are known."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Raise ``NotImplementedError``: the caller makes the plan."""
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged: ranks read independently."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Raise ``NotImplementedError``: no bytes are saved."""
-        raise NotImplementedError
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The view of the target that the item fills, of the shape of the item."""
+        """Return the view."""
         target = self._targets[read_item.dest_index.fqn]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
@@ -357,19 +329,15 @@ class _Targets(LoadPlanner):
         """Do nothing: the target, of any shape, was written in place."""
 
 
-class _Reader(FileSystemReader):
-    """torch's reader; it unpickles its index, and accepts only classes that torch writes there."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index; raises a CheckpointError if the file contains something else."""
-        path = Path(self.path) / ".metadata"
-        with path.open("rb") as file:
-            metadata = _Index(file, path).load()
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(
-                f"{path} is not the index of a checkpoint but {type(metadata).__name__}", entry="other-kind"
-            )
-        return metadata
+def _read_index(path: Path) -> Metadata:
+    """Unpickle torch's index, with only the classes that torch writes there."""
+    with path.open("rb") as file:
+        metadata = _Index(file, path).load()
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(
+            f"{path} is not the index of a checkpoint but {type(metadata).__name__}", entry="other-kind"
+        )
+    return metadata
 
 
 class _Index(pickle.Unpickler):
