@@ -81,11 +81,7 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Te
 
 
 def read_file(source: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a file contains, memory-mapped, with the states of optimizers by name; and the entries of a manifest.
-
-    Raises:
-        CheckpointError: It is no checkpoint.
-    """
+    """Return what a file contains, memory-mapped, with optimizers' states by name; and the entries of a manifest."""
     try:
         checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=weights_only)
     except (pickle.UnpicklingError, RuntimeError) as error:

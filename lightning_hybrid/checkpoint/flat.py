@@ -29,11 +29,7 @@ Path = tuple[Any, ...]
 
 
 def take_tensors(tree: Any, *, is_first: bool) -> tuple[Any, dict[str, OwnedShards]]:
-    """Separate a checkpoint into the rest, with references, and its tensors by key; the first rank saves plain ones.
-
-    Raises:
-        CheckpointError: Two have the same key.
-    """
+    """Separate a checkpoint into the rest, with references, and its tensors by key; the first rank saves plain ones."""
     tensors: dict[str, OwnedShards] = {}
     keys: dict[Any, tuple[Any, str]] = {}  # by identity: tied parameters are saved once
 

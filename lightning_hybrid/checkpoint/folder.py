@@ -142,12 +142,7 @@ def missing(path: Path) -> list[str]:
 
 
 def check_complete(path: Path) -> dict[str, Any]:
-    """Check that every file of a checkpoint exists with its size, and return the manifest.
-
-    Raises:
-        IncompleteCheckpoint: Something is missing.
-        CheckpointError: It is no checkpoint.
-    """
+    """Check that every file of a checkpoint exists with its size, or raise; return the manifest."""
     manifest = read_manifest(path)
     if lacking := missing(path):
         raise IncompleteCheckpoint(
@@ -207,11 +202,7 @@ def digest(path: Path) -> str:
 
 
 def check_digest(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Check that a file of a checkpoint has the content that was written.
-
-    Raises:
-        CheckpointError: It has another.
-    """
+    """Check that a file of a checkpoint has the content that was written, or raise a CheckpointError."""
     if digest(path / name) != entry["sha256"]:
         raise CheckpointError(
             f"{path / name} has other content than when it was written (its SHA-256 is not that of {MANIFEST}); load"

@@ -131,9 +131,6 @@ def load_module_state(
 
     ``strict`` requires the same names. ``prefix`` is that of the sharded module's names in ``root``, where that is a
     submodule of ``root``.
-
-    Raises:
-        CheckpointError: Names or shapes do not fit.
     """
     if differing := state_mismatches(root, state, shards, strict=strict, prefix=prefix):
         raise CheckpointError(differing, entry="other-model")
@@ -244,9 +241,6 @@ def check_state_shapes(
 
     ``entries`` are full tensors of any device, and ``names`` FQNs, by the number of the parameter. Where ranks hold
     shards of parameters, an optimizer of the user's is tried too.
-
-    Raises:
-        CheckpointError: A state has another shape.
     """
     for number, (group, parameter) in enumerate(_parameters(optimizer)):
         entry, shape = entries.get(number), full_shape(parameter)

@@ -33,12 +33,7 @@ _COPY_AXIS = {"dp_shard": "dp_replicate", "ep": "ep_replicate", "ep_shard": "ep_
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """One box of a full tensor with its content.
-
-    Attributes:
-        offsets: Offsets in the full tensor, one per dimension.
-        content: A view of the rank's local tensor.
-    """
+    """One box of a full tensor: its offsets there, and its content, a view of the rank's local tensor."""
 
     offsets: Shape
     content: Tensor
@@ -49,8 +44,7 @@ class OwnedShards:
     """The shards of one tensor that this rank owns, in place of a ``Tensor`` in the state that is saved.
 
     Attributes:
-        shape: Shape of the full tensor.
-        dtype: Dtype of its elements.
+        shape, dtype: Of the full tensor.
         boxes: The boxes that this rank may have to write: those that it is the first in its replica to have.
         written_by: ``ANY``, ``FIRST``, or an axis along which ranks have equal boxes.
         mesh: Of that axis, if it is another one than the module has now.
@@ -128,38 +122,27 @@ class LocalState:
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
 
-    def local_shard(self, name: str, shape: Sequence[int]) -> ShardBoxes:
-        """This rank's shard of the parameter of this name, or of a tensor of its full ``shape``."""
-        return shard_of(self._axis_cuts, name, shape)
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """The FQN of a parameter of the module, whose shape may be its shard's; None for other tensors."""
-        return self._names.get(id(parameter))
-
     def names_of(self, optimizer: Optimizer) -> list[str]:
         """The FQNs of an optimizer's parameters by number; ``#number`` where the module does not have one."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
-
-    def is_sharded(self, parameter: Tensor) -> bool:
-        """Whether this rank has a shard of a parameter instead of its full shape now."""
-        return FULL_SHAPE in parameter.__dict__
+        return [self._names.get(id(parameter)) or f"#{number}" for number, parameter in enumerate(parameters)]
 
     def has_states_of(self, parameter: Tensor) -> bool:
         """Whether this rank keeps optimizer states of a parameter of any shape."""
-        return self._owners.has_states_of(parameter)
+        return not is_absent(parameter) and self._owners.has_states_of(parameter)
 
-    def has_sharded_states(self, parameter: Tensor) -> bool:
-        """Whether this rank has shards of optimizer states that have the parameter's full shape."""
-        return self.is_sharded(parameter) and parameter not in self._owners
+    def shard_of_state(self, name: str, parameter: Tensor, shape: Sequence[int]) -> ShardBoxes | None:
+        """This rank's shard of a state of full ``shape`` of a parameter; None where it has all of it."""
+        is_sharded = FULL_SHAPE in parameter.__dict__ and parameter not in self._owners
+        return self._shard(name, shape) if is_sharded and tuple(shape) == full_shape(parameter) else None
+
+    def _shard(self, name: str, shape: Sequence[int]) -> ShardBoxes:
+        return shard_of(self._axis_cuts, name, shape)
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """The state dict of the module, or of a copy that is sharded like it; all keys on every rank.
 
         It has ``OwnedShards`` in place of tensors. Methods and hooks of the module leave out, rename and add entries.
-
-        Raises:
-            CheckpointError: A tensor is not dense.
         """
         root = self._root if copy is None else copy
         returned = state_with(root, self.tensors(copy), is_copy=copy is not None)
@@ -188,7 +171,7 @@ class LocalState:
     def _parameter(self, name: str, tensor: Tensor) -> OwnedShards:
         if is_absent(tensor):
             return OwnedShards(full_shape(tensor), tensor.dtype, ())
-        if not self.is_sharded(tensor):
+        if FULL_SHAPE not in tensor.__dict__:
             return unsharded(tensor, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
         return self._sharded(name, tensor, full_shape(tensor))
 
@@ -196,7 +179,7 @@ class LocalState:
         """Describe the shard of a parameter, or of a tensor of its shape; also while the full tensor is here."""
         _check_dense(tensor)
         counts, written_by = self._writers(name)
-        spans = [span for span in self.local_shard(name, shape).spans if counts and span.is_first]
+        spans = [span for span in self._shard(name, shape).spans if counts and span.is_first]
         if tuple(tensor.shape) == shape:
             spans = [span.in_full_tensor() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
@@ -220,11 +203,9 @@ class LocalState:
         return self._pp == (0 if self._plan is None else self._plan.ranks_of(name)[0])
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer by FQN, with ``OwnedShards`` for all tensors but scalars.
+        """The ``state`` of this rank's parameters of an optimizer by FQN, with ``OwnedShards`` for all but scalars.
 
-        Returns:
-            ``state`` of the parameters of this rank, ``param_groups`` as torch has them, and the ``names`` of their
-            parameters by number.
+        ``param_groups`` are as torch has them; ``names`` are those of their parameters by number.
         """
         state = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -233,12 +214,8 @@ class LocalState:
         for key, entry in state["state"].items():
             if isinstance(key, int) and is_absent(parameters[key]):
                 continue
-            entry = subclasses_as_dicts(entry)
-            if isinstance(key, int):
-                name, parameter = names[key], parameters[key]
-                entries[name] = map_leaves(partial(self._leaf, name, parameter), entry)
-            else:
-                entries[key] = map_leaves(partial(self._leaf, "", None), entry)
+            name, parameter = (names[key], parameters[key]) if isinstance(key, int) else ("", None)
+            entries[name or key] = map_leaves(partial(self._leaf, name, parameter), subclasses_as_dicts(entry))
         return {"state": entries, "param_groups": state["param_groups"], "names": names}
 
     def _leaf(self, name: str, parameter: Tensor | None, leaf: Any) -> Any:
@@ -255,7 +232,7 @@ class LocalState:
             counts, written_by = self._writers(name)
             return unsharded(leaf, counts=counts, written_by=written_by)
         shape = full_shape(parameter)
-        if tuple(leaf.shape) == self.local_shard(name, shape).shape:
+        if tuple(leaf.shape) == self._shard(name, shape).shape:
             return self._sharded(name, leaf, shape)
         return unsharded(leaf, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
 

@@ -38,7 +38,6 @@ from lightning_hybrid.params.boxes import ShardBoxes
 from lightning_hybrid.step.objects.names import names
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensors import dicts_as_subclasses
-from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 _OTHER_MODEL = "load it into the model that it was made from"
 
@@ -82,11 +81,7 @@ class SavedFolder:
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def wait_for_digests(self) -> None:
-        """Wait until the files with tensors are compared with their digests.
-
-        Raises:
-            CheckpointError: One was changed.
-        """
+        """Wait until the files with tensors are compared with their digests; a CheckpointError if one was changed."""
         for checked in self._checked:
             checked.result()
 
@@ -108,11 +103,7 @@ class SavedFolder:
         return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
 
     def rest(self) -> dict[str, Any]:
-        """The checkpoint, with references for tensors.
-
-        Raises:
-            CheckpointError: It contains objects of other classes.
-        """
+        """The checkpoint, with references for tensors; a CheckpointError if it has objects of other classes."""
         rest = self._unpickled(folder.META)
         if OPTIMIZERS in rest:
             rest[OPTIMIZERS] = self._unpickled(folder.OPTIMIZERS)
@@ -134,11 +125,7 @@ class SavedFolder:
             ) from error
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill the targets; each file is opened once, and only the boxes that are needed are read.
-
-        Raises:
-            CheckpointError: There is no such tensor, or it has another shape, or a file was changed.
-        """
+        """Fill the targets; each file is opened once, and only the boxes that are needed are read."""
         items: list[ReadItem] = []
         targets: dict[str, Tensor] = {}
         for number, each in enumerate(requests):
@@ -228,11 +215,7 @@ class SavedOptimizer(Mapping[str, Any]):
         return torch_state({**self._named, "param_groups": groups})
 
     def entries(self, optimizer: Optimizer, local: LocalState, tensor: Callable[[int, str], Any]) -> dict[int, Any]:
-        """The states of an optimizer's parameters by number, with ``tensor(number, key)`` for each saved tensor.
-
-        Raises:
-            CheckpointError: It is the state of other parameters.
-        """
+        """The states of an optimizer's parameters by number, with ``tensor(number, key)`` for each saved tensor."""
         saved_names, names = self._named["names"], local.names_of(optimizer)
         if len(names) != len(saved_names):
             raise CheckpointError(
@@ -253,27 +236,23 @@ class SavedOptimizer(Mapping[str, Any]):
         return self.entries(optimizer, local, lambda _, key: self._saved.meta_tensor(key))
 
     def local_state(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
-        """Read the state of this rank's parameters of an optimizer, or shards of them, by number.
-
-        Raises:
-            CheckpointError: It is the state of other parameters.
-        """
+        """Read the state of this rank's parameters of an optimizer, or shards of them, by number."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         saved_names, names = self._named["names"], local.names_of(optimizer)
+        here = {number for number, parameter in enumerate(parameters) if local.has_states_of(parameter)}
         requests: list[ReadRequest] = []
 
         def target(number: int, key: str) -> Tensor | None:
-            parameter = parameters[number]
-            if is_absent(parameter) or not local.has_states_of(parameter):
+            if number not in here:
                 return None
-            return self._request_tensor(requests, local, names[number], parameter, key)
+            saved = self._saved.metadata_of(key)
+            shard = local.shard_of_state(names[number], parameters[number], saved.size)
+            shape = saved.size if shard is None else shard.shape
+            requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
+            return requests[-1].target
 
         entries = self.entries(optimizer, local, target)
-        states = {
-            number: entry
-            for number, entry in entries.items()
-            if not is_absent(parameters[number]) and local.has_states_of(parameters[number])
-        }
+        states = {number: entry for number, entry in entries.items() if number in here}
         self._saved.read(requests)
         known = set(saved_names)
         others = {key: self._saved.filled(entry) for key, entry in self._named["state"].items() if key not in known}
@@ -282,17 +261,6 @@ class SavedOptimizer(Mapping[str, Any]):
             numbered = optimizer.state_dict()["param_groups"]
             groups = [{**saved, "params": group["params"]} for saved, group in zip(groups, numbered, strict=True)]
         return {"state": self._saved.with_subclasses({**states, **others}), "param_groups": groups}
-
-    def _request_tensor(
-        self, requests: list[ReadRequest], local: LocalState, name: str, parameter: Tensor, key: str
-    ) -> Tensor:
-        saved, shard = self._saved.metadata_of(key), None
-        shape, full = saved.size, full_shape(parameter)
-        if local.has_sharded_states(parameter) and tuple(saved.size) == full:
-            shard = local.local_shard(name, full)
-            shape = torch.Size(shard.shape)
-        requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
-        return requests[-1].target
 
 
 def _first_differing(own_names: Sequence[str], saved_names: Sequence[str]) -> str:

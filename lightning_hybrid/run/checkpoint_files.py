@@ -120,7 +120,7 @@ class CheckpointFiles:
         """Return the state dict of a copy of the module, sharded as the module is, as a checkpoint has it."""
         if self._options.save_distributed_checkpoint:
             return self._state.local_states.module(copy)
-        return self._state.averaged_state(copy)
+        return self._state.gathered(copy)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as a checkpoint has it: local shards by FQN, or all on the first rank."""
@@ -229,11 +229,7 @@ class CheckpointFiles:
         return {**sizes, "stages_per_rank": self._state.stages_per_rank}
 
     def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
-        """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``."""
         self._background.wait(on_error=on_error)
 
     def remove(self, filepath: Any, remove_file: Callable[[Any], None]) -> None:

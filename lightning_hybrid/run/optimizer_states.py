@@ -57,11 +57,7 @@ class OptimizerStates:
         self._failed = True
 
     def check_files(self) -> None:
-        """Check that what is offloaded to files can be read.
-
-        Raises:
-            OffloadError: A file was cut off.
-        """
+        """Check that what is offloaded to files can be read, or raise an OffloadError."""
         for offloaded in self._optimization.offloaded:
             offloaded.check()
 
