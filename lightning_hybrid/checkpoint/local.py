@@ -1,12 +1,13 @@
-"""The shards of a run's state that a rank has, and the assignment of shards to the ranks that write them.
+"""The state of a run on one rank: its shards, the ranks that write them, and full tensors gathered from them.
 
-``shard_boxes`` says which boxes of a parameter are on this rank. If several ranks have a box, one rank of each replica
-may write it, and the replicas balance the writes by bytes.
+If several ranks have a box of a tensor, one rank of each replica may write it, and the replicas balance the writes by
+bytes. In full state dicts, names are those of the user's module, and optimizer states have torch's numbers, so the file
+that Lightning writes is an ordinary ``.ckpt``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.full import saved_tensors, state_with
+from lightning_hybrid.checkpoint.full import holding, own_state, saved_tensors, state_with
+from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensors import subclasses_as_dicts
+from lightning_hybrid.step.objects.tensors import on_host, subclasses_as_dicts
 from lightning_hybrid.step.standins.tensors import FULL_SHAPE, full_shape, is_absent
 
 # The ranks with the same boxes as this one, of which one writes: those of all replicas, or only of the first, where
@@ -117,7 +119,8 @@ class LocalState:
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._plan = plan if plan is not None and plan.is_partitioned else None
-        self._axis_cuts, self._owners = shards.shardings, shards.owners
+        self._pipeline = None if plan is None or plan.num_ranks == 1 else plan.group
+        self._shards, self._axis_cuts, self._owners = shards, shards.shardings, shards.owners
         self._mesh = mesh
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
@@ -154,19 +157,88 @@ class LocalState:
 
     def tensors(self, copy: nn.Module | None = None) -> dict[str, OwnedShards]:
         """This rank's shards of the module's parameters and persistent buffers, by torch's key."""
+        shards = {
+            id(tensor): self._buffer(tensor, owner) if is_buffer else self._parameter(name, tensor)
+            for name, tensor, owner, is_buffer in self._saved(copy)
+        }
+        saved = saved_tensors(self._root if copy is None else copy)
+        return {key: shards[id(tensor)] for key, tensor in saved.items()}
+
+    def _saved(self, copy: nn.Module | None) -> Iterator[tuple[str, Tensor, int, bool]]:
+        """Yield the FQN of each saved tensor, the tensor, the pipeline rank that writes it, and if it is a buffer."""
         root = self._root if copy is None else copy
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
-        owner_stages = {} if self._plan is None else buffer_ranks(self._plan, copy)
-        state_of: dict[int, OwnedShards] = {}
-        saved = saved_tensors(root)
-        for tensor in saved.values():
-            if id(tensor) not in state_of:
-                name = parameters.get(id(tensor))
-                if name is not None:
-                    state_of[id(tensor)] = self._parameter(name, tensor)
-                else:
-                    state_of[id(tensor)] = self._buffer(tensor, owner_stages.get(id(tensor), 0))
-        return {key: state_of[id(tensor)] for key, tensor in saved.items()}
+        buffers = {id(buffer): name for name, buffer in root.named_buffers()}
+        owners = {} if self._plan is None else buffer_ranks(self._plan, copy)
+        for tensor in {id(tensor): tensor for tensor in saved_tensors(root).values()}.values():
+            if (name := parameters.get(id(tensor))) is not None:
+                yield name, tensor, self._owner_stage(name), False
+            else:
+                yield buffers[id(tensor)], tensor, owners.get(id(tensor), 0), True
+
+    def full_module(self, copy: nn.Module | None = None, *, keep: bool = True) -> dict[str, Any]:
+        """Gather the state dict of the module, or of a copy, on pipeline rank 0; collective over one copy's ranks.
+
+        ``keep`` tells that this pipeline needs the state: others with shards of the same model only send them.
+        """
+        root = self._root if copy is None else copy
+        local: dict[str, Tensor] = {}
+        for name, tensor, owner, _ in self._saved(copy):
+            if owner == self._pp:
+                value = self._shards.unshard(name, tensor.detach())
+                if keep:
+                    local[name] = value.detach().cpu()
+        full = self._gathered(local) if keep else {}
+        if not keep or self._pp:
+            return {}
+        with holding(root, {id(tensor): full[name] for name, tensor, *_ in self._saved(copy) if name in full}):
+            return own_state(root, is_copy=copy is not None)
+
+    def full_optimizer(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
+        """Gather the state dict of an optimizer on pipeline rank 0, like `full_module`."""
+        state = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        local: dict[Any, Any] = {}
+        for key, entry in self._owners.gather_states(state["state"], parameters).items():
+            parameter = parameters[key] if isinstance(key, int) else None
+            # Optimizers that read full parameters have states of those of other stages too.
+            if parameter is not None and is_absent(parameter):
+                continue
+            if parameter is not None and parameter not in self._owners:
+                entry = map_leaves(partial(self._full_leaf, parameter), entry)
+            if keep:
+                # In host memory at once: a device that holds shards has no room for full states of all parameters.
+                local[key] = map_leaves(on_host, entry)
+        full = self._gathered(local) if keep else {}
+        if not keep or self._pp:
+            return {}
+        # Entries of parameters have numbers; optimizers may keep others under names.
+        order = sorted(full, key=lambda key: (not isinstance(key, int), key))
+        return {**state, "state": {key: full[key] for key in order}}
+
+    def _full_leaf(self, parameter: Tensor, leaf: Any) -> Any:
+        return self._shards.full_state_of(parameter, leaf.detach()) if isinstance(leaf, Tensor) else leaf
+
+    def _gathered(self, local: dict[Any, Any]) -> dict[Any, Any]:
+        """Gather the dicts of a pipeline's ranks in one on its first, empty elsewhere."""
+        if self._pipeline is None:
+            return local
+        return {key: value for row in gather_on_first(local, self._pipeline) for key, value in row.items()}
+
+    def shard_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Select this rank's parameters from a full state of an optimizer, and shard their entries."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        by_number = dict(zip(numbers, parameters, strict=False))
+        entries = {}
+        for number, entry in state["state"].items():
+            parameter = by_number.get(number)
+            # One rank has the states of parameters that are stepped in full.
+            if parameter is None:
+                entries[number] = entry
+            elif self.has_states_of(parameter):
+                entries[number] = map_leaves(partial(self._shards.shard_of_state, parameter), entry)
+        return {**state, "state": entries}
 
     def _parameter(self, name: str, tensor: Tensor) -> OwnedShards:
         if is_absent(tensor):
@@ -200,7 +272,10 @@ class LocalState:
 
     def _is_owner_stage(self, name: str) -> bool:
         """Whether this pipeline rank writes a parameter that several stages may have."""
-        return self._pp == (0 if self._plan is None else self._plan.ranks_of(name)[0])
+        return self._pp == self._owner_stage(name)
+
+    def _owner_stage(self, name: str) -> int:
+        return 0 if self._plan is None else self._plan.ranks_of(name)[0]
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """The ``state`` of this rank's parameters of an optimizer by FQN, with ``OwnedShards`` for all but scalars.

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.checkpoint.full import (
-    gather_module_state,
     load_module_state,
     shard_loading_hook,
     state_mismatches,
@@ -223,11 +222,9 @@ class FullOrShardedState:
 
         The ranks meet before.
         """
-        assert self._run is not None and self._run.plan is not None
         if not is_in_first_copy(self._world):
             return {}
-        root, keep = self._module if copy is None else copy, self._world.data_rank == 0
-        return gather_module_state(root, self._run.plan, self._shards, is_copy=copy is not None, keep=keep)
+        return self.local_states.full_module(copy, keep=self._world.data_rank == 0)
 
     def share_metrics(self) -> None:
         """Broadcast the states of metrics that only one rank of a pipeline has; collective.
