@@ -20,8 +20,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_hybrid.callbacks.expert_upcycle import MoEUpcycle
 from lightning_hybrid.callbacks.pictures import INK, MUTED, check_counts, log_metrics, plot_path, show_plot, tidy
-from lightning_hybrid.callbacks.upcycle import MoEUpcycle
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP

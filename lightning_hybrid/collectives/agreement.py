@@ -38,6 +38,11 @@ class StepBroken(Exception):
         self.reason, self.traces = reason, traces
         self.arguments: Sequence[object] = ()
 
+    def of(self, arguments: Sequence[object]) -> StepBroken:
+        """Keep the arguments of the step."""
+        self.arguments = arguments
+        return self
+
     def agreed(self, group: dist.ProcessGroup) -> Exception:
         """Return the error of the first rank of a group that has one; collective over it."""
         rows: list[str | None] = [None] * group.size()

@@ -224,9 +224,7 @@ class CheckpointFiles:
         }
 
     def _axis_sizes(self) -> dict[str, int]:
-        layout = self._world.layout
-        sizes = {**dict(zip(AXES, layout.sizes, strict=True)), "ep": layout.expert_parallel_size}
-        return {**sizes, "stages_per_rank": self._state.stages_per_rank}
+        return {**self._world.layout.by_axis, "stages_per_rank": self._state.stages_per_rank}
 
     def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
         """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``."""

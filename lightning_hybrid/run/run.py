@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
-    from lightning_hybrid.optimizers.offloaded import OffloadedStates
+    from lightning_hybrid.optimizers.moved import MovedStates
     from lightning_hybrid.params.guards import ReadGuards
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.params.shards import AxisSharding, LocalShards
@@ -212,7 +212,7 @@ class Optimization:
         reducers: Average gradients over replicas, by the stage after which they are complete; None: after all.
         tied: Sums gradients of parameters that several stages hold.
         buffers: Sends the buffers of the first replica to the others.
-        offloaded: Optimizers whose states are offloaded.
+        moved: Optimizers whose states are elsewhere between their steps.
         watched: Optimizers whose steps read parameters of other ranks.
         in_backward: Steps parameters in the backward, if the user wants it.
         connected: The optimizers that all of this is connected to; None before there are any.
@@ -222,7 +222,7 @@ class Optimization:
     reducers: Reducers = dataclasses.field(default_factory=dict)
     tied: TiedParameters | None = None
     buffers: ReplicaBufferBroadcast | None = None
-    offloaded: tuple[OffloadedStates, ...] = ()
+    moved: tuple[MovedStates, ...] = ()
     watched: tuple[Optimizer, ...] = ()
     in_backward: StepsInBackward | None = None
     connected: ConnectedOptimizers | None = None

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps
-from lightning_hybrid.layout import AXES
 from lightning_hybrid.predict.hardware import processor_name
 from lightning_hybrid.predict.options import LAYOUT_OPTIONS
 from lightning_hybrid.schedule.measured.cuts import present_cuts
@@ -91,8 +90,7 @@ def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **m
             "precision": str(trainer.precision),
         },
         layout={
-            **dict(zip(AXES, layout.sizes, strict=True)),
-            "ep": layout.expert_parallel_size,
+            **layout.by_axis,
             "stages_per_rank": 1 if assignment is None else options.stages_of_each_rank,
         },
         schedule=options.schedule if assignment is not None else "",

@@ -122,7 +122,7 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         layout = getattr(trainer.strategy, "layout", None)
         if layout is not None and layout.world_size > 1 and dist.is_initialized():
             mesh: Any = trainer.strategy.mesh  # type: ignore[attr-defined]
-            self._sent = SentBytes(layout, mesh.group("ep") if layout.expert_parallel_size > 1 else None)
+            self._sent = SentBytes(layout, mesh.group("ep") if layout.joins_replicas else None)
 
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()

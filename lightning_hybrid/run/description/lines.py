@@ -162,13 +162,6 @@ def _sum_of_terms(sizes: Mapping[str, int | None]) -> str:
     return " + ".join([*known, *(f"unknown {names[kind]}" for kind, size in sizes.items() if size is None)])
 
 
-def describe_offload_on_cpu(setting: Setting) -> list[str]:
-    """Return the line on an offload to the host of a device that is the host; none otherwise."""
-    if setting.device.type != "cpu" or "cpu" not in setting.options.offloaded.values():
-        return []
-    return ["offload: 'cpu' changes no memory on a CPU device; 'disk:PATH' does"]
-
-
 def describe_environment(setting: Setting) -> list[str]:
     """Return the lines on the nodes, the precision, the backend and the version; and on CUDA what is untried there."""
     world = setting.world

@@ -34,7 +34,7 @@ def connect_monitors(run: Run, graph: StepGraph | None) -> None:
 def _flops_per_sample(run: Run, graph: StepGraph | None) -> tuple[float | None, str]:
     """FLOPs of the recorded training step for one sample; or None, and why they cannot be counted in a step either."""
     layout = run.setting.layout
-    is_sharded = layout.tensor_parallel_size * layout.context_parallel_size * layout.expert_parallel_size > 1
+    is_sharded = layout.shards_layers or layout.joins_replicas
     if run.fallback is not None:  # a rank runs full batches, or shares, some of them twice
         return None, "ranks hold shards instead of stages, and the training step could not be recorded"
     if not run.is_pipelined and not is_sharded:

@@ -23,7 +23,6 @@ from lightning_hybrid.run.description.lines import (
     describe_embeddings,
     describe_environment,
     describe_memory,
-    describe_offload_on_cpu,
     describe_parameters,
 )
 from lightning_hybrid.run.description.memory import (
@@ -117,22 +116,18 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
 def _expected_memory(
     run: Run, optimizers: Sequence[Optimizer], count: int, rank_of: Callable[[int], int]
 ) -> list[RankMemory]:
-    """The memory of each stage, with what a budget of it is expected to recompute, if there is one."""
+    """The memory of each stage, with what a budget of it is expected to choose, if there is one."""
     memory = memory_of_stages(run, optimizers, count)
     budgeted = next((each for each in run.techniques if each.budget is not None), None)
     if budgeted is None:
         return memory
-    from lightning_hybrid.run.description.memory import expected_recomputation
-
     others = tuple(each for each in run.techniques if each is not budgeted)
     full = memory_of_stages(dataclasses.replace(run, techniques=others), optimizers, count)
-    expected = expected_recomputation(budgeted.budget, memory, full, rank_of)
-    budgeted.expected = "" if expected is None else str(expected)
-    return memory if expected is None else expected.memory
+    return budgeted.expect(memory, full, rank_of)
 
 
 def describe_techniques(run: Run) -> list[str]:
-    """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any.
+    """Return the lines of each technique.
 
     Args:
         run: Built, or only planned.
@@ -140,9 +135,6 @@ def describe_techniques(run: Run) -> list[str]:
     setting = run.setting
     options, lines = setting.options, []
     lines += [line for technique in run.techniques for line in technique.lines(run)]
-    if options.offloaded:
-        stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
-        lines.append(f"offloaded: {', '.join(stores)}")
     if options.optimizer_in_backward and setting.is_fitting:
         lines.append("optimizer: each layer is stepped in the backward, and its gradients are freed")
     return lines
@@ -232,7 +224,6 @@ def announce_run(run: Run, *, with_environment: bool) -> None:
     if setting.world.mesh.rank:
         return
     table = describe_run(run, setting.trainer.optimizers if setting.is_fitting else [])
-    table = dataclasses.replace(table, rest=[*table.rest, *describe_offload_on_cpu(setting)])
     if with_environment:
         table = dataclasses.replace(table, layout=[*table.layout, *describe_environment(setting)])
     path = _write(table, setting.trainer) if table.is_long else None
