@@ -72,11 +72,6 @@ def describe_layout(axes: Mapping[str, int]) -> str:
 def problems(path: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> Iterator[str]:
     """List what is wrong with the checkpoint in a folder, one sentence each; every byte is read.
 
-    Args:
-        path: The folder.
-        weights_only: Whether to refuse all but tensors and plain Python values.
-        tell: Called before each file is read.
-
     Raises:
         CheckpointError: It is no checkpoint, or not complete.
     """

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.full import check_state_shapes, gather_optimizer_state, local_optimizer_state
+from lightning_hybrid.checkpoint.full import check_state_shapes
 from lightning_hybrid.checkpoint.local import LocalState
 from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import CheckpointError
@@ -56,11 +56,7 @@ class OptimizerStates:
         self._failed = True
 
     def check_files(self) -> None:
-        """Check that what is offloaded to files can be read.
-
-        Raises:
-            OffloadError: A file was cut off.
-        """
+        """Check that what is offloaded to files can be read, or raise an OffloadError."""
         for moved in self._optimization.moved:
             moved.check()
 
@@ -89,9 +85,8 @@ class OptimizerStates:
         self._world.rendezvous(f"the state of {type(optimizer).__name__}")
         if not (of_each_copy or is_in_first_copy(self._world)):
             return {}
-        assert run is not None and run.plan is not None
         keep = self._world.data_rank % self._world.layout.replicas_of_copy == 0
-        return gather_optimizer_state(optimizer, run.plan, self._shards, keep=keep)
+        return self.local_states.full_optimizer(optimizer, keep=keep)
 
     @property
     def ranks_of_copies(self) -> list[list[int]]:
@@ -121,7 +116,7 @@ class OptimizerStates:
             elif isinstance(state, SavedOptimizer):
                 optimizer.load_state_dict(state.local_state(optimizer, self.local_states))
             else:
-                optimizer.load_state_dict(local_optimizer_state(optimizer, state, self._shards))
+                optimizer.load_state_dict(self.local_states.shard_optimizer(optimizer, state))
             self._check_masters(optimizer)
             if not made.moved:
                 _optimizer_to_device(optimizer, self._world.device)

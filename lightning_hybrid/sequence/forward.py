@@ -26,7 +26,7 @@ from lightning_hybrid.sequence.positions import (
 )
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.tensors import materialize, materialize_call
-from lightning_hybrid.tensor.collectives import ExchangingRanks, Ranks, leave
+from lightning_hybrid.tensor.collectives import Ranks, leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 
 
@@ -104,8 +104,8 @@ class ShardedSequence(FullSequence):
     def of_call(
         cls,
         plan: PositionsPlan,
-        ranks: ExchangingRanks,
-        context: ExchangingRanks,
+        ranks: Ranks,
+        context: Ranks,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,

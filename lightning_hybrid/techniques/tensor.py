@@ -32,7 +32,7 @@ from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.region import KeyedDraws
 from lightning_hybrid.tensor.runtime.model import ShardedModel
 from lightning_hybrid.tensor.search.cache import PlanCache, lines_of_branch
-from lightning_hybrid.tensor.search.model import plan_units
+from lightning_hybrid.tensor.search.model import ModelSearch
 from lightning_hybrid.tensor.search.requests import Request, requests_by_unit, requests_of_model, requests_of_user
 from lightning_hybrid.tensor.search.unit import NOT_SEARCHED, plan_unit
 from lightning_hybrid.tensor.search.uses import UnitCalls, VocabularyUses, WeightUse, record_calls
@@ -178,19 +178,18 @@ class TensorParallel(Technique):
         return plans
 
     def _searched(self, find: Callable[..., UnitPlan]) -> dict[str, UnitPlan]:
-        return plan_units(
+        options = {"sequence_parallel": self._sequence_parallel, "context": self._context}
+        return ModelSearch(
             self._module,
             self._units,
             self._calls,
             self._read_by_step,
             self._size,
-            find,
-            self._sequence_parallel,
-            self._context,
-            requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
-            self._uses,
-            self._watched,
-        )
+            partial(find, **options),
+            plan_requests=requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
+            uses=self._uses,
+            step_units=self._watched,
+        ).plans()
 
 
 class _Shards(Active):

@@ -87,13 +87,9 @@ class LocalPositionDraws(TorchFunctionMode):
 
 
 def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None, *, linear: str = "") -> Tensor:
-    """Marks a value as sharded over ``size`` ranks.
+    """Marks a local value, of any shape, as sharded over ``size`` ranks.
 
-    Args:
-        tensor: The local value, of any shape.
-        size: Number of ranks.
-        column: Placement and dim, if code uses full offsets.
-        linear: FQN of the linear whose output it is.
+    ``column`` has its placement and dim, if code uses full offsets; ``linear`` is the linear whose output it is.
     """
     tensor._sharded_over = size  # type: ignore[attr-defined]
     if column is not None:
