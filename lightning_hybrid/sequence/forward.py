@@ -39,6 +39,10 @@ class FullSequence:
     outer: SequenceSharding | None = None
     inner: SequenceSharding | None = None
 
+    def join(self) -> None:
+        """The running code works on the positions of all ranks from now on."""
+        self.is_local = False
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The unit's arguments, lazy tensors gathered: in the unit, values that are no shards may differ by rank."""
         return materialize_call(args, kwargs)

@@ -148,6 +148,10 @@ class Readers:
 
     fresh: bool = False
 
+    def add(self, *, fresh: bool) -> None:
+        """Count one more reader."""
+        self.fresh &= fresh
+
 
 class _Enter(torch.autograd.Function):
     @staticmethod

@@ -192,7 +192,7 @@ class TrialRanks:
             local[fqn] = shard_tensor(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: tensor for fqn, tensor in local.items() if tensor.requires_grad and fqn not in without}
         runner = unit_on_trial(unit, plan, ranks, context, local)
-        runner.learning = learning
+        runner.learn(learning)
         if index == 0:
             self.first_unit = runner
         with runner.running():

@@ -62,7 +62,7 @@ class RegionInputs:
             return tensor
         cached = self._entered.get((id(tensor), ranks.size))
         if cached is not None and cached[0] is tensor and cached[1] == tensor._version:
-            cached[3].fresh &= fresh
+            cached[3].add(fresh=fresh)
             return cached[2]
         readers = Readers(fresh)
         inside = enter(tensor, ranks, readers)
@@ -128,6 +128,27 @@ class ParallelLinears:
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
         return partial(self._bypass_mode, partial(forward, linear, run))
 
+    @contextlib.contextmanager
+    def of_forward(self) -> Iterator[None]:
+        """Around one forward of the unit: on the full sequence, without a mode, until it says otherwise."""
+        outer, self.region_mode, self.sequence = (self.region_mode, self.sequence), None, FullSequence()
+        try:
+            yield
+        finally:
+            self.region_mode, self.sequence = outer
+
+    def work_on(self, sequence: FullSequence) -> None:
+        """Let the present forward work on a sequence."""
+        self.sequence = sequence
+
+    def enter_modes(self, undo: contextlib.ExitStack, mode: RegionMode | None, ring: RingAttentionMode | None) -> None:
+        """Enter the function modes of the present forward."""
+        self.ring = ring
+        if mode is not None:
+            self.region_mode = undo.enter_context(mode)
+        if ring is not None:
+            undo.enter_context(ring)
+
     def _attention_forward(self, fqn: str) -> Callable[..., Any]:
         module = self._modules[fqn]
         assert isinstance(module, nn.MultiheadAttention)
@@ -135,19 +156,13 @@ class ParallelLinears:
 
     def _bypass_mode(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Pauses the region mode: operations of sharded forwards need no rewriting."""
-        mode = self.region_mode
-        if mode is None:
+        with contextlib.nullcontext() if self.region_mode is None else self.region_mode.bypassed():
             return forward(*args, **kwargs)
-        mode.paused = True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            mode.paused = False
 
     def _on_full_shape(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a module whose code reads the length of the sequence."""
         args, kwargs = self._bypass_mode(self.sequence.module_inputs, fqn, args, kwargs)
-        self.sequence.is_local = False
+        self.sequence.join()
         return forward(*args, **kwargs)
 
     def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
@@ -169,10 +184,11 @@ class ParallelLinears:
             else:  # another sequence, replicated on every rank
                 features, context = self._positions.features[linear.fqn], self._context
                 out = shard_tensor(run(self._inputs.enter(x, over), True), features, context.rank, context.size)
-            sequence.is_local = False
+            sequence.join()
         else:
             out = self._product(run, x, is_sharded, *args, **kwargs)
-            sequence.is_local &= sequence.inner is None
+            if sequence.inner is not None:
+                sequence.join()
         assert isinstance(placement, Shard)
         column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
         return mark(out, over.size, column, linear=linear.fqn)
@@ -205,7 +221,7 @@ class ParallelLinears:
     ) -> tuple[Tensor, Tensor | None]:
         if (ring := self.ring) is None:
             args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
-            self.sequence.is_local = False
+            self.sequence.join()
         elif self.sequence.inner is not None:
             raise CannotShard(
                 "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",

@@ -15,7 +15,8 @@ linears are different ones, also on one line: queries, keys and values may have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from math import prod
@@ -56,7 +57,6 @@ class RegionMode(TorchFunctionMode):
         sliced: Parameters and buffers that were sliced along a dim: name -> dim.
         entered: Whether a value that is no parameter entered the region at an operation.
         drew: Whether random numbers were drawn for a sharded value.
-        paused: Whether operations are not rewritten: those of sharded linears.
     """
 
     def __init__(
@@ -84,12 +84,21 @@ class RegionMode(TorchFunctionMode):
         self.sliced: dict[str, int] = {}
         self.entered = False
         self.drew = False
-        self.paused = False
+        self._paused = False
+
+    @contextlib.contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Rewrite no operations inside: those of sharded linears."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        if self.paused or name in _QUERIES:
+        if self._paused or name in _QUERIES:
             return func(*args, **kwargs)
         if name == "__get__":
             value, size = func(*args, **kwargs), self._size_of(args[0])

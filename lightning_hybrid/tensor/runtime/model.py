@@ -79,8 +79,8 @@ class ShardedModel:
         # What the last calls did that their units' plans were not proved for, by FQN; "" once the user is warned.
         self._unproved: dict[str, str] = {}
         self._compiled: dict[ShardedUnit, Any] = {}  # the compiled forwards of units
-        self._expert_parameters: frozenset[str] = frozenset()  # that are sharded over context ranks
-        self._expert_users: dict[str, ShardedUnit] = {}  # units that use them, on sequence shards if there are any
+        self._over_context: frozenset[str] = frozenset()  # parameters (of experts) that context ranks shard
+        self._users_over_context: dict[str, ShardedUnit] = {}  # units that use them, on sequence shards
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         placements: dict[str, Shard] = {}
         for fqn, plan in plans.items():
@@ -117,7 +117,7 @@ class ShardedModel:
         kinds = UnitKinds()
         for fqn, proved in self.plans.items():
             unit = self._root.get_submodule(fqn)
-            plan = self._with_experts(fqn, unit, proved)
+            plan = self._without_exchange(fqn, unit, proved)
             if plan.is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
                 self._buffers[fqn] = ShardedBuffers(unit, plan.placements, ranks)
                 runner = self._runners[fqn] = ShardedUnit(
@@ -136,7 +136,7 @@ class ShardedModel:
                     self._proved[fqn] = ProvedCalls(unit, plan.calls, runner, prove, isolated)
                 if proved.positions is not None and plan.positions is not None:
                     summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
-                    self._expert_users.update(dict.fromkeys(summed & self._expert_parameters, runner))
+                    self._users_over_context.update(dict.fromkeys(summed & self._over_context, runner))
 
     def why_not_sharded_elsewhere(self, name: str) -> str:
         """The reason why another technique cannot shard a parameter (FQN in the root) over tensor ranks; or ""."""
@@ -158,25 +158,25 @@ class ShardedModel:
             }
             self.plans[fqn] = replace(plan, replicated_reasons=replicated_reasons)
 
-    def set_sharded_experts(self, names: Collection[str]) -> None:
+    def set_sharded_over_context(self, names: Collection[str]) -> None:
         """Sets parameters of experts (FQNs in the root) that are sharded over context ranks; called before `be_ready`.
 
         Their gradients are summed elsewhere.
         """
-        self._expert_parameters = frozenset(names)
+        self._over_context = frozenset(names)
 
-    def _with_experts(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-        if plan.positions is None or plan.by == "tensor" or not self._expert_parameters:
+    def _without_exchange(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
+        if plan.positions is None or plan.by == "tensor" or not self._over_context:
             return plan
-        if all(f"{fqn}.{name}" in self._expert_parameters for name, _ in unit.named_parameters()):
+        if all(f"{fqn}.{name}" in self._over_context for name, _ in unit.named_parameters()):
             # A unit that is an expert: its rows come from all context ranks, so it cannot exchange with them.
             return plan.full_sequence_plan or replace(plan, positions=None)
-        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._expert_parameters)
+        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._over_context)
         return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
 
     def sees_local_positions(self, name: str) -> bool:
         """Whether the unit that uses a parameter (FQN in the root) works on this context rank's positions alone now."""
-        runner = self._expert_users.get(name)
+        runner = self._users_over_context.get(name)
         return runner is not None and runner.has_local_positions
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
@@ -192,12 +192,12 @@ class ShardedModel:
     def compiling(self) -> Iterator[None]:
         """A context in which units that `compile` was called for run compiled."""
         for runner, compiled in self._compiled.items():
-            runner.compiled = compiled
+            runner.compile_with(compiled)
         try:
             yield
         finally:
             for runner in self._compiled:
-                runner.compiled = None
+                runner.compile_with(None)
 
     def outside_reads(self) -> AbstractContextManager[Any]:
         """A context around the user's step, in which code outside of units may use vocabulary-parallel weights."""
@@ -281,7 +281,7 @@ class ShardedModel:
 
     def forget(self) -> None:
         """Drops the units: parameters are full again."""
-        self._runners, self._proved, self._buffers, self._compiled, self._expert_users = {}, {}, {}, {}, {}
+        self._runners, self._proved, self._buffers, self._compiled, self._users_over_context = {}, {}, {}, {}, {}
         self._reads = None
 
 

@@ -113,7 +113,7 @@ class ShardedUnit:
         self.last_region_mode: RegionMode | None = None
         self.last_sequence: ShardedSequence | None = None
         self.num_gathers = self.num_sharded_sequences = 0
-        self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
+        self._compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
         self._path: TorchCallSites | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
@@ -172,23 +172,27 @@ class ShardedUnit:
         if self._fallback_unit is not None:
             self._fallback_unit._path = path
 
+    def compile_with(self, compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None) -> None:
+        """Run these compiled forwards, of the unit and of its linears, from the next forward on; None ends that."""
+        self._compiled = compiled
+
+    def learn(self, learning: bool) -> None:
+        """Let the region mode make rules instead of following them, in trials."""
+        self.learning = learning
+
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, sharded, with the unit's arguments and results.
 
         Raises:
             CannotShard: It does what its plan was not proved for.
         """
-        linears = self._linears
-        outer, linears.region_mode, linears.sequence = (linears.region_mode, linears.sequence), None, FullSequence()
         try:
-            with self._region_inputs.of_forward():
+            with self._linears.of_forward(), self._region_inputs.of_forward():
                 return self._run_sharded(args, kwargs)
         except CannotShard as error:
             if not self.fqn:
                 raise
             raise CannotShard(f"{self.fqn}: {error}; {self._remedy()}", entry="unproved-code") from error
-        finally:
-            linears.region_mode, linears.sequence = outer
 
     def _remedy(self) -> str:
         """What the user can do about code that the plan was not proved for."""
@@ -207,7 +211,7 @@ class ShardedUnit:
             )
             if not sequence.is_sharded and self._plan.by != "tensor":
                 return self._fallback(*args, **kwargs)
-            linears.sequence = sequence
+            linears.work_on(sequence)
             self.num_sharded_sequences += sequence.is_sharded
             self.last_sequence = sequence if self.learning and isinstance(sequence, ShardedSequence) else None
         args, kwargs = sequence.begin(args, kwargs)
@@ -215,14 +219,15 @@ class ShardedUnit:
             names, cut_ids = self._put_tensors(undo)
             is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
             rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
-            compiled = None if is_watched or sequence.is_sharded or self._path is not None else self.compiled
+            compiled = None if is_watched or sequence.is_sharded or self._path is not None else self._compiled
             forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
             for fqn in self._plan.roles:
                 _check_forward(fqn, self._modules[fqn])
             put_attributes(self._modules, self._plan.attributes, undo)
             put_forwards(self._modules, forwards, undo)
+            mode = None
             if is_watched:
-                linears.region_mode = self.last_region_mode = RegionMode(
+                mode = self.last_region_mode = RegionMode(
                     learning=self.learning,
                     rules=rules,
                     enter=self._region_inputs.enter,
@@ -233,10 +238,7 @@ class ShardedUnit:
                     around_draw=self._around_draw,
                     positions=sequence.lengths,
                 )
-                undo.enter_context(linears.region_mode)
-            linears.ring = RingAttentionMode.of(sequence, rules, learning=self.learning)
-            if linears.ring is not None:
-                undo.enter_context(linears.ring)
+            linears.enter_modes(undo, mode, RingAttentionMode.of(sequence, rules, learning=self.learning))
             if sequence.is_sharded and self._unit.training:
                 undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
             with self._path or contextlib.nullcontext():
