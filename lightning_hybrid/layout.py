@@ -23,6 +23,13 @@ from lightning_hybrid.errors import LayoutError
 Objective = Literal["throughput", "fewest_devices", "largest_batch"]  # of the search for a layout
 # Outermost first: tensor ranks are neighbours (they talk most, so they share a node), pipeline ranks are far apart.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# By axis, the option of the strategy that sets its size.
+SIZE_OPTIONS = {
+    "pp": "pipeline_parallel_size",
+    "tp": "tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+}
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,30 @@ class ParallelLayout:
     def shards_layers(self) -> bool:
         """Whether layers are sharded: over tensor ranks, or over context ranks along the sequence."""
         return self.tensor_parallel_size > 1 or self.context_parallel_size > 1
+
+    @property
+    def joins_replicas(self) -> bool:
+        """Whether ranks with different batches meet inside of a step, to exchange rows of experts that they share."""
+        return self.expert_parallel_size > 1
+
+    @property
+    def shards_replicas(self) -> bool:
+        """Whether ranks with different batches hold different parameters."""
+        return self.data_shard_size > 1 or self.joins_replicas
+
+    @property
+    def replicas_of_copy(self) -> int:
+        """Number of ranks with different batches that hold one copy of the parameters between them."""
+        return max(self.data_shard_size, self.expert_replicas)
+
+    def option(self, axis: str) -> str:
+        """The option that sets the size of an axis, as in "expert_parallel_size=2"."""
+        return f"{SIZE_OPTIONS[axis]}={self.by_axis[axis]}"
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """The size of each axis, and of the view "ep"."""
+        return {**dict(zip(AXES, self.sizes, strict=True)), "ep": self.expert_parallel_size}
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

@@ -152,13 +152,13 @@ class BatchScalars(Microbatches):
         if how := reduction_of(index, self._graphs[0], self.sizes[0] or 0):
             reductions: dict[str, Callable[..., Tensor]] = {"sum": sum, "max": max, "min": min}
             return (reductions[how](present) if (present := self._present(index)) else None), how
-        recomputed = self._computed(index)
+        on_batch = self._computed(index)
         mean = self._mean(index)
-        if recomputed is None or mean is None or recomputed.dim():
-            return (mean, "mean") if recomputed is None else (recomputed, self._kind_of_inputs(index))
+        if on_batch is None or mean is None or on_batch.dim():
+            return (mean, "mean") if on_batch is None else (on_batch, self._kind_of_inputs(index))
         rounding = 8 * torch.finfo(mean.dtype).eps * abs(float(mean))
-        is_mean = abs(float(recomputed) - float(mean)) <= rounding
-        return (mean, "mean") if is_mean else (recomputed, self._kind_of_inputs(index))
+        is_mean = abs(float(on_batch) - float(mean)) <= rounding
+        return (mean, "mean") if is_mean else (on_batch, self._kind_of_inputs(index))
 
     def _kind_of_inputs(self, index: int) -> str:
         """A linear function of sums is a sum."""
@@ -177,7 +177,7 @@ class BatchScalars(Microbatches):
             # A sum over a number of the batch, such as that of samples or of a mask, is a mean.
             known = {"mean", "sum"} if _is_scaled_by_number(call) else {"mean"}
             if not is_linear(call.node) or not known.issuperset(map(self.kind, call.node.inputs)):
-                return self._recomputed(call, [other.leaves for other in calls if other is not None])
+                return self._rerun(call, [other.leaves for other in calls if other is not None])
         return None
 
     def _mean(self, index: int) -> Tensor | None:
@@ -210,7 +210,7 @@ class BatchScalars(Microbatches):
         marks = {mark[1] for scalar in column if (mark := getattr(scalar, MARK, None)) is not None}
         return self.value(marks.pop()) if len(marks) == 1 else None
 
-    def _recomputed(self, call: _Call, arguments_by_microbatch: Sequence[list[Any]]) -> Tensor | None:
+    def _rerun(self, call: _Call, arguments_by_microbatch: Sequence[list[Any]]) -> Tensor | None:
         """Recompute an operation on the scalars of the batch; None if other arguments differ between microbatches."""
         if call.run is None or any(len(leaves) != len(call.leaves) for leaves in arguments_by_microbatch):
             return None

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     )
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
+    from lightning_hybrid.callbacks.expert_upcycle import MoEUpcycle
     from lightning_hybrid.callbacks.monitors.goodput import GoodputMonitor
     from lightning_hybrid.callbacks.monitors.memory import MemoryMonitor
     from lightning_hybrid.callbacks.monitors.throughput import ThroughputMonitor
     from lightning_hybrid.callbacks.plot import RunPlot
     from lightning_hybrid.callbacks.slow_links import GradientCompression, LocalSGD
     from lightning_hybrid.callbacks.timeline import PipelineTimeline
-    from lightning_hybrid.callbacks.upcycle import MoEUpcycle
 
 __all__ = [
     "ActivationCheckpointing",
@@ -46,7 +46,7 @@ _MODULES = {
     "GradientCompression": "callbacks.slow_links",
     "LocalSGD": "callbacks.slow_links",
     "MemoryMonitor": "callbacks.monitors.memory",
-    "MoEUpcycle": "callbacks.upcycle",
+    "MoEUpcycle": "callbacks.expert_upcycle",
     "PipelineTimeline": "callbacks.timeline",
     "RunPlot": "callbacks.plot",
     "ThroughputMonitor": "callbacks.monitors.throughput",

@@ -117,11 +117,9 @@ def _on_one_clock(strategy: Any, ranks: Ranks, chosen: Sequence[int], rows: Sequ
         group_size=layout.pipeline_parallel_size if is_whole else 1,
         inputs=tuple(inputs),
     )
-    plan = strategy.run.plan
+    assignment = strategy.run.assignment
     has_all = all(any(span.rank == lane for span in spans) for lane in range(len(chosen)))
-    if not (is_whole and has_all and strategy.run.is_pipelined) or plan is None or plan.first is None:
-        return step
-    return with_bubbles(step, plan.first.assignment)
+    return with_bubbles(step, assignment) if is_whole and has_all and assignment is not None else step
 
 
 def with_bubbles(step: MeasuredStep, assignment: Any) -> MeasuredStep:
@@ -157,12 +155,7 @@ def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timel
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, int]:
-    return {
-        "data": layout.data_parallel_size,
-        "context": layout.context_parallel_size,
-        "tensor": layout.tensor_parallel_size,
-        "pipeline": layout.pipeline_parallel_size,
-    }
+    return {axis: index + 1 for axis, index in _coordinates(layout, layout.world_size - 1).items()}
 
 
 def _coordinates(layout: ParallelLayout, rank: int) -> dict[str, int]:

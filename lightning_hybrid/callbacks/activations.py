@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_hybrid.callbacks.pictures import is_wanted, sum_over_ranks
+from lightning_hybrid.callbacks.steps import step_of
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.memory.saved_activations.requests import Compression, Fraction, Offload
 
@@ -91,7 +93,7 @@ class ActivationCompression(_Storing):
         bits: Of a value: 8, 4, 2 or 1. Below 8, what attention saves still has 8.
         min_bytes: Of a storage; smaller ones stay exact.
         exclude: Names of layers, with wildcards, whose tensors are not quantized.
-        every_n_steps: Steps of the optimizer between two measurements; the first step is one. 0 measures nothing.
+        every_n_steps: Steps between two measurements; the first step is one. 0 measures nothing.
 
     Raises:
         ValueError: An argument is not valid.
@@ -107,7 +109,7 @@ class ActivationCompression(_Storing):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins a measurement, if one is due."""
-        if (activations := self._measured(batch_idx, trainer)) is not None:
+        if (activations := self._measured(trainer)) is not None:
             activations.bytes.saved = activations.bytes.on_device = 0
             activations.error.sums = [0.0, 0.0]
             activations.error.request()
@@ -116,23 +118,21 @@ class ActivationCompression(_Storing):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the measurement, if there was one; collective."""
-        if (activations := self._measured(batch_idx, trainer)) is None:
+        if (activations := self._measured(trainer)) is None:
             return
-        strategy: Any = trainer.strategy
         counts = activations.bytes
         values = [counts.saved, counts.on_device, *activations.error.sums]
-        total = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
-        strategy.mesh.all_reduce(total, "world")
+        total = sum_over_ranks(torch.tensor(values, dtype=torch.float64), trainer.strategy)
         saved, on_device, error, exact = total.tolist()
         if on_device:
             self._log(pl_module, "activation_compression_ratio", saved / on_device)
         if exact:
             self._log(pl_module, "activation_gradient_error", (error / exact) ** 0.5)
 
-    def _measured(self, batch_idx: int, trainer: Any) -> Any:
+    def _measured(self, trainer: Any) -> Any:
         """The stored activations of the run, if they are measured in this batch."""
-        every = self.every_n_steps * trainer.accumulate_grad_batches
-        return trainer.strategy.run.activations if every > 0 and batch_idx % every == 0 else None
+        step, every = step_of(trainer), self.every_n_steps
+        return trainer.strategy.run.activations if every and step.begins and is_wanted(step.number, 1, every) else None
 
     @staticmethod
     def _log(pl_module: LightningModule, name: str, value: float) -> None:

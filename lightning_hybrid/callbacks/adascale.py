@@ -56,14 +56,9 @@ class GradientNoise(Callback):
     def connect_mesh(
         self, mesh: Mesh, owned_parameters: Callable[[], tuple[Set[int], Set[int]]], *, each_batch: bool = False
     ) -> None:
-        """Connects the mesh, over which batches and parameters are distributed.
+        """Connects the ranks, and the ids of the parameters that this rank counts before and after averages.
 
-        Args:
-            mesh: the ranks.
-            owned_parameters: returns the ids of the parameters that this rank counts, before gradients are averaged
-                and after that.
-            each_batch: whether gradients are sharded over replicas (ZeRO), so that each batch is observed by itself, by
-                `before_reduce` and `after_reduce`.
+        With ``each_batch`` gradients are sharded over replicas (ZeRO): `before_reduce` and `after_reduce` see each.
         """
         self._mesh, self._each_batch = mesh, each_batch
         self._owned_parameters = owned_parameters

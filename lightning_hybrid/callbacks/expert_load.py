@@ -20,8 +20,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.pictures import INK, MUTED, check_counts, log_metrics, plot_path, show_plot, tidy
-from lightning_hybrid.callbacks.upcycle import MoEUpcycle
+from lightning_hybrid.callbacks.expert_upcycle import MoEUpcycle
+from lightning_hybrid.callbacks.pictures import (
+    INK,
+    MUTED,
+    check_counts,
+    log_metrics,
+    plot_path,
+    show_plot,
+    sum_over_ranks,
+    tidy,
+)
+from lightning_hybrid.callbacks.steps import step_of, steps_done
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.moe.layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
@@ -54,7 +64,7 @@ class ExpertLoadMonitor(Callback):
 
     Args:
         path: File of the plot (PNG, SVG or PDF; needs matplotlib); no plot if None.
-        every_n_steps: Steps of the optimizer between two measurements.
+        every_n_steps: Steps between two measurements.
 
     Raises:
         TypeError: ``every_n_steps`` is no int.
@@ -125,35 +135,34 @@ class ExpertLoadMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts to count steps."""
-        self._last_step = trainer.global_step
+        self._last_step = steps_done(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the load every ``every_n_steps`` steps; collective."""
-        step = trainer.global_step
-        if step >= self._last_step + self.every_n_steps:
-            self._measure(trainer, pl_module, step)
+        done = step_of(trainer).done
+        if done >= self._last_step + self.every_n_steps:
+            self._measure(trainer, pl_module, done)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the load of the remaining steps, and plots."""
-        if trainer.global_step > self._last_step:
-            self._measure(trainer, None, trainer.global_step)
+        if (done := steps_done(trainer)) > self._last_step:
+            self._measure(trainer, None, done)
         self._plot(trainer)
 
     @only_informs(_WHAT)
     def _plot(self, trainer: Trainer) -> None:
         if self.path is not None and trainer.is_global_zero and self.history.steps:
-            show_plot(lambda: draw_loads(self.history), self.path, trainer.loggers, "expert_load", trainer.global_step)
+            step = steps_done(trainer)
+            show_plot(lambda: draw_loads(self.history), self.path, trainer.loggers, "expert_load", step)
             rank_zero_info(f"the load of the experts is plotted in {self.path}")
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Unwraps the layers and the training step."""
         self._undo.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Unwraps the layers and the training step."""
-        self._undo.close()
+    on_exception = teardown
 
     def _measure(self, trainer: Trainer, module: LightningModule | None, step: int) -> None:
         self._last_step = step
@@ -189,14 +198,8 @@ class ExpertLoadMonitor(Callback):
 
     def _gathered(self, trainer: Trainer) -> dict[str, Tensor]:
         """Sums over all ranks. Each replica of a layer is counted; the shares do not depend on their number."""
-        strategy: Any = trainer.strategy
-        flat = torch.cat([row.to(strategy.root_device) for row in self._sums.values()])
-        mesh = getattr(strategy, "mesh", None)
-        if mesh is not None:
-            mesh.all_reduce(flat, "world")
-        elif trainer.world_size > 1:
-            flat = strategy.reduce(flat, reduce_op="sum")
-        rows = flat.cpu().split([len(row) for row in self._sums.values()])
+        flat = torch.cat([row.to(trainer.strategy.root_device) for row in self._sums.values()])
+        rows = sum_over_ranks(flat, trainer.strategy).split([len(row) for row in self._sums.values()])
         return dict(zip(self._sums, rows, strict=True))
 
 

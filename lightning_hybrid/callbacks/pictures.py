@@ -17,19 +17,38 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#4c78a8", "#f58518", "#54a24b", "#e457
 _DPI = 200
 _PLOTS = (".png", ".svg", ".pdf")
 
-Series = dict[str, list[tuple[int, float]]]  # (optimizer step, value) by the name of the metric
+Series = dict[str, list[tuple[int, float]]]  # (step, value) by the name of the metric
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def gather_rows(row: Tensor, strategy: Any) -> Tensor:
     """Gathers the rows of all ranks on the host, (n,) -> (ranks, n); collective over all ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return row[None]
+    group, size = _all_ranks(strategy)
     row = row.to(strategy.root_device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
+    rows = [torch.empty_like(row) for _ in range(size)] if size > 1 else [row]
+    if size > 1:
+        dist.all_gather(rows, row, group=group)
     return torch.stack(rows).cpu()
+
+
+def sum_over_ranks(row: Tensor, strategy: Any) -> Tensor:
+    """Sums a row of numbers, of any shape, over all ranks, on the host; collective over these."""
+    group, size = _all_ranks(strategy)
+    row = row.to(strategy.root_device)
+    if size > 1:
+        dist.all_reduce(row, group=group)
+    return row.cpu()
+
+
+def _all_ranks(strategy: Any) -> tuple[Any, int]:
+    """The group of all ranks, and their number."""
+    if not dist.is_initialized():
+        return None, 1
+    # Not the default group where there is a mesh: beside callbacks of the user that has the replicas alone.
+    mesh = getattr(strategy, "mesh", None)
+    group = None if mesh is None else mesh.group("world")
+    return group, dist.get_world_size(group)
 
 
 def keep_series(series: Series, metrics: Mapping[str, Any], step: int) -> None:
@@ -49,14 +68,16 @@ def is_wanted(step: int, first: int, every: int | None) -> bool:
     return step == first if every is None else step >= first and (step - first) % every == 0
 
 
-def check_counts(**counts: int) -> None:
-    """Check arguments that are numbers of steps or of something else.
+def check_counts(**counts: int | None) -> None:
+    """Check arguments that are numbers of steps or of something else; None is no number.
 
     Raises:
         TypeError: One is no int.
         ValueError: One is below 1.
     """
     for name, value in counts.items():
+        if value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}={value!r} must be an int")
         if value < 1:
@@ -77,9 +98,9 @@ def plot_path(path: str | Path | None, default: str) -> Path | None:
     return None if path is None else Path(path)
 
 
-def numbered(path: Path | None, step: int, every: int | None) -> Path | None:
+def numbered(path: Path, step: int, every: int | None) -> Path:
     """Return a path with the number of its step, if there are several."""
-    return path if path is None or every is None else path.with_stem(f"{path.stem}-{step}")
+    return path if every is None else path.with_stem(f"{path.stem}-{step}")
 
 
 def show_plot(
@@ -142,16 +163,10 @@ def write_picture(svg: str, path: Path) -> None:
 
 
 def log_picture(loggers: Sequence[Any], name: str, draw: Callable[[], Any], step: int) -> None:
-    """Sends a picture to the loggers that take images.
+    """Sends a picture to the loggers that take images; ``draw`` makes the matplotlib figure if there are any.
 
     These are loggers with ``log_image(key, images, step)``, as that of Weights & Biases, and those whose ``experiment``
     has ``add_image``, as that of TensorBoard. They receive pixels [height, width, 3] of uint8.
-
-    Args:
-        loggers: Of the Trainer.
-        name: The key of the image.
-        draw: Returns a matplotlib figure; called if a logger takes it.
-        step: The optimizer step.
     """
     senders = []
     for logger in loggers:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_hybrid.batch.split import batch_size_of
 from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Series
+from lightning_hybrid.callbacks.steps import step_of, steps_done
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.tracing.recording import find_loss
 
@@ -69,7 +70,7 @@ class RunPlot(Callback):
             size = batch_size_of(batch) or math.nan
         self.rates.append(size / (now - self._last))
         self._last = now
-        self.steps.append(trainer.global_step)
+        self.steps.append(step_of(trainer).done)
         with only_informs("RunPlot"):
             loss = find_loss(outputs)
             if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -97,7 +98,7 @@ class RunPlot(Callback):
     @only_informs("RunPlot")
     def _plot(self, trainer: Trainer) -> None:
         panels = logged_panels(trainer.callbacks)  # type: ignore[attr-defined]
-        step, instead = trainer.global_step, "remove RunPlot"
+        step, instead = steps_done(trainer), "remove RunPlot"
         pictures.show_plot(lambda: self._draw(panels), self.path, trainer.loggers, "run", step, instead=instead)
         rank_zero_info(f"loss and throughput of the run are drawn in {self.path}")
 
@@ -130,7 +131,7 @@ class RunPlot(Callback):
             pictures.tidy(axes)
             axes.yaxis.set_label_coords(-0.08, 0.5)
         means = "the thick lines of the loss and of samples/s are means over the latest batches"
-        figure.axes[-1].set_xlabel(f"optimizer step; {means}", color=pictures.MUTED)
+        figure.axes[-1].set_xlabel(f"step; {means}", color=pictures.MUTED)
         return figure
 
 
@@ -146,22 +147,14 @@ def _smoothed(values: list[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Panel:
-    """Series of one unit.
+    """Series of one unit."""
 
-    Attributes:
-        units: Labels of the axis; each unit is ``base`` times the one before, and the largest is taken that is at most
-            the largest value.
-        series: Label and colour by the name of the metric.
-        base: As above.
-        scale: Factor of the values.
-        is_logarithmic: Whether the axis is.
-    """
-
+    # labels of the axis; the largest unit is taken that is at most the largest value
     units: Sequence[str]
-    series: Mapping[str, tuple[str, str]]
-    base: int = 1000
-    scale: float = 1.0
-    is_logarithmic: bool = False
+    series: Mapping[str, tuple[str, str]]  # label and colour by the name of the metric
+    base: int = 1000  # each unit is so many times the one before
+    scale: float = 1.0  # factor of the values
+    is_logarithmic: bool = False  # whether the axis is
 
     def of(self, logged: Series) -> Series:
         """Return the series that were logged, in the order of this panel."""

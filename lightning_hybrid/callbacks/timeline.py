@@ -28,7 +28,7 @@ from lightning_hybrid.callbacks.lost_time.files import costs_of, write_lost_time
 from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps, metrics_of
 from lightning_hybrid.callbacks.monitors.holders import PeakMeter
 from lightning_hybrid.callbacks.monitors.memory import MemoryMonitor
-from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.callbacks.steps import step_of, steps_done
 from lightning_hybrid.patching import around
 from lightning_hybrid.predict.costs.layers import checksum_of_names
 from lightning_hybrid.predict.measured import compared_lines
@@ -61,7 +61,7 @@ class PipelineTimeline(Callback):
         path: where the picture goes; its suffix, ".svg" or ".png", says which kind (PNG needs matplotlib). A path that
             ends in ".json" receives a Chrome trace, for ui.perfetto.dev or chrome://tracing. Or a list of paths. With
             `every_n_steps` the step's number is put before the suffix.
-        step: the optimizer step to measure, counted from 1; the first ones are slower than the others. In a run that
+        step: the step to measure, counted from 1; the first ones are slower than the others. In a run that
             resumes after that step it counts from the start of the run, unless `every_n_steps` measures later ones.
         every_n_steps: interval of further steps to measure.
         ranks: which ranks to draw: "first" for the first pipeline, "all", or those with these coordinates, by "data",
@@ -97,7 +97,7 @@ class PipelineTimeline(Callback):
                 raise ValueError(f"path={str(one)!r} must end in .svg, .png or .json; set path='timeline.svg'")
         if self.memory_path is not None and self.memory_path.suffix not in _PICTURES:
             raise ValueError(f"memory_path={str(memory_path)!r} must end in .svg or .png; set memory_path='memory.svg'")
-        pictures.check_counts(step=step, **({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
+        pictures.check_counts(step=step, every_n_steps=every_n_steps)
         if not isinstance(rebalance, bool):
             raise TypeError(f"rebalance={rebalance!r} must be True or False")
         if rebalance and isinstance(ranks, Mapping) and "pipeline" in ranks:
@@ -111,7 +111,7 @@ class PipelineTimeline(Callback):
         self._undo = contextlib.ExitStack()
         self._batch_size: int | None = None
         self.step, self.every_n_steps, self.ranks = step, every_n_steps, ranks
-        self._last_step = self._wanted_step = 0
+        self._wanted_step = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without what belongs to a run."""
@@ -149,7 +149,8 @@ class PipelineTimeline(Callback):
         Raises:
             ValueError: The run does not have the selected ranks.
         """
-        self._last_step, self._model.first_step = trainer.global_step, trainer.global_step + 1
+        done = steps_done(trainer)
+        self._model.first_step = done + 1
         strategy: Any = trainer.strategy
         if not _is_recorded(strategy):
             rank_zero_info(
@@ -164,17 +165,18 @@ class PipelineTimeline(Callback):
         self._undo.callback(record_input_waits(trainer))
         check_ranks(self.ranks, strategy.layout)
         self._wanted_step = self.step
-        if trainer.global_step >= self.step and self.every_n_steps is None:
-            self._wanted_step += trainer.global_step
+        if done >= self.step and self.every_n_steps is None:
+            self._wanted_step += done
             rank_zero_info(
                 f"PipelineTimeline: the run starts after step={self.step}, so it draws step {self._wanted_step}"
             )
-        self._prepare(strategy, trainer.global_step + 1)
+        self._prepare(strategy, done + 1)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Records that the batch has come, and begins to measure memory."""
         if _is_recorded(trainer.strategy):
-            if self._is_wanted(trainer.global_step + 1):
+            step = step_of(trainer)
+            if step.begins and self._is_wanted(step.number):
                 with only_informs(_WHAT):
                     self._model.begin_step(trainer)
             trainer.strategy.recorder.end_input()  # type: ignore[attr-defined]
@@ -183,9 +185,8 @@ class PipelineTimeline(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measures the step that has just ended, if it was requested; collective."""
-        step, strategy = trainer.global_step, trainer.strategy
-        is_new, self._last_step = step > self._last_step, step  # batches that are only accumulated end no step
-        if not (is_new and _is_recorded(strategy)):
+        (step, _, ends, _), strategy = step_of(trainer), trainer.strategy
+        if not (ends and _is_recorded(strategy)):
             return
         if self._is_wanted(step):
             self._model.end_step(trainer, batch)
@@ -203,9 +204,10 @@ class PipelineTimeline(Callback):
         self._undo.close()
         if self._steps.steps:
             self._summarize(trainer)
-        if _is_recorded(trainer.strategy) and trainer.global_step < self._wanted_step:
+        done = steps_done(trainer)
+        if _is_recorded(trainer.strategy) and done < self._wanted_step:
             rank_zero_warn(
-                f"PipelineTimeline wrote no picture: training ended after step {trainer.global_step}, before step"
+                f"PipelineTimeline wrote no picture: training ended after step {done}, before step"
                 f" {self._wanted_step}; set a smaller step"
             )
 
@@ -219,7 +221,8 @@ class PipelineTimeline(Callback):
 
     @only_informs(_WHAT)
     def _summarize(self, trainer: Trainer) -> None:
-        rank_zero_info("\n".join([*self._steps.lines(_assignment_of(trainer)), *self._compared_lines(trainer)]))
+        run: Any = trainer.strategy.run  # type: ignore[attr-defined]
+        rank_zero_info("\n".join([*self._steps.lines(run.assignment), *self._compared_lines(trainer)]))
         where = [write_lost_time(self._steps, self.paths[0]), self._write_costs(trainer)]
         rank_zero_info(f"written: {', '.join(str(path) for path in where if path is not None)}")
 
@@ -238,7 +241,7 @@ class PipelineTimeline(Callback):
 
     def _analyze(self, trainer: Trainer, measured: MeasuredStep, step: int, batch: Any) -> None:
         self._batch_size = batch_size_of(batch)
-        analyzed = self._steps.add(step, measured, _assignment_of(trainer))
+        analyzed = self._steps.add(step, measured, trainer.strategy.run.assignment)  # type: ignore[attr-defined]
         if analyzed is None:
             return
         pictures.log_metrics(trainer, metrics_of(analyzed.lost.total), step)
@@ -264,7 +267,7 @@ class PipelineTimeline(Callback):
             title = f"Step {step}: bubble {bubbles[0]:.1%} measured, {bubbles[1]:.1%} by the schedule"
             caption = "bubble: idle share before reduce and optimizer"
         svg = to_svg(timeline, title=title, caption=caption, **shared)
-        written = [self._numbered(path, step) for path in self.paths]
+        written = [pictures.numbered(path, step, self.every_n_steps) for path in self.paths]
         for path in written:
             if path.suffix == ".json":
                 trace = to_trace(timeline, portals=measured.portals, memory=measured.memory, **shared)
@@ -278,13 +281,10 @@ class PipelineTimeline(Callback):
             kind = "memory of tensors on the device" if is_cuda else "memory of the process (resident set size)"
             title = f"Step {step}, memory between actions"
             memory = memory_to_svg(measured.memory, timeline.num_ranks, title, kind=kind, **shared)
-            written.append(self._numbered(self.memory_path, step))
+            written.append(pictures.numbered(self.memory_path, step, self.every_n_steps))
             pictures.write_picture(memory, written[-1])
             pictures.log_picture(trainer.loggers, "memory_timeline", lambda: pictures.figure_of(memory), step)
         self._log(trainer, measured, step, ", ".join(map(str, written)))
-
-    def _numbered(self, path: Path, step: int) -> Path:
-        return path if self.every_n_steps is None else path.with_stem(f"{path.stem}-{step}")
 
     def _log(self, trainer: Trainer, measured: MeasuredStep, step: int, written: str) -> None:
         if measured.bubbles is None or measured.seconds is None:
@@ -296,12 +296,6 @@ class PipelineTimeline(Callback):
             f" {1000 * bound_seconds:.0f} ms by the schedule); {written}"
         )
         pictures.log_metrics(trainer, {"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step)
-
-
-def _assignment_of(trainer: Trainer) -> Assignment | None:
-    """The stages of the run; None without."""
-    run = trainer.strategy.run  # type: ignore[attr-defined]
-    return run.plan.first.assignment if run.is_pipelined and run.plan and run.plan.first else None
 
 
 def _is_recorded(strategy: Any) -> bool:

@@ -69,11 +69,7 @@ class BackgroundSave:
                 self._to_remove.append(path)
 
     def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
-        """Wait for the save in progress; if it failed, call ``on_error`` with the message, or raise without it.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        """Wait for the save in progress; if it failed, call ``on_error`` with the message, or raise without it."""
         if self._thread is None:
             return
         self._thread.join()

@@ -12,14 +12,8 @@ from lightning_hybrid.checkpoint.convert import read_file
 from lightning_hybrid.checkpoint.flat import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.read import SavedFolder
 from lightning_hybrid.checkpoint.write import Tell, covered, tell_nothing
+from lightning_hybrid.layout import SIZE_OPTIONS
 from lightning_hybrid.text import columns
-
-_OPTIONS = {
-    "pp": "pipeline_parallel_size",
-    "tp": "tensor_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_parallel_size",
-}
 
 
 def summary(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
@@ -67,7 +61,9 @@ def table(content: Mapping[str, Any]) -> str:
 
 def describe_layout(axes: Mapping[str, int]) -> str:
     """The sizes above 1 of the axes of ranks, by the options of the strategy that set them."""
-    sizes = {_OPTIONS.get(axis, axis): size for axis, size in axes.items() if axis not in ("dp_replicate", "dp_shard")}
+    sizes = {
+        SIZE_OPTIONS.get(axis, axis): size for axis, size in axes.items() if axis not in ("dp_replicate", "dp_shard")
+    }
     shards = axes.get("dp_shard", 1)
     sizes |= {"data_parallel_size": axes.get("dp_replicate", 1) * shards, "shard_size": shards}
     return ", ".join(f"{option}={size}" for option, size in sizes.items() if size > 1) or "one process"
@@ -75,11 +71,6 @@ def describe_layout(axes: Mapping[str, int]) -> str:
 
 def problems(path: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> Iterator[str]:
     """List what is wrong with the checkpoint in a folder, one sentence each; every byte is read.
-
-    Args:
-        path: The folder.
-        weights_only: Whether to refuse all but tensors and plain Python values.
-        tell: Called before each file is read.
 
     Raises:
         CheckpointError: It is no checkpoint, or not complete.

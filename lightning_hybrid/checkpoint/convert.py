@@ -22,15 +22,9 @@ _LARGE_BYTES = 1 << 20
 
 
 def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> None:
-    """Convert a folder to one file.
+    """Convert a folder to one file, which is replaced atomically when it is complete.
 
     Tensors are read one by one into memory-mapped scratch files beside the target.
-
-    Args:
-        source: The folder.
-        target: The file; replaced atomically when it is complete.
-        weights_only: Whether to refuse all but tensors and plain Python values.
-        tell: Called before each tensor is read.
 
     Raises:
         CheckpointError: The folder is not complete, or no checkpoint.
@@ -75,15 +69,9 @@ def _on_disk(scratch: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> None:
-    """Convert one file, which is memory-mapped, to a folder.
+    """Convert one file, which is memory-mapped, to a folder, which is replaced atomically when it is complete.
 
     A file has numbers for the parameters of optimizers, so their states are matched by order.
-
-    Args:
-        source: The file.
-        target: The folder; replaced atomically when it is complete.
-        weights_only: Whether to refuse all but tensors and plain Python values.
-        tell: Called before each tensor is written.
 
     Raises:
         CheckpointError: It is no checkpoint, or cannot be written.
@@ -93,11 +81,7 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Te
 
 
 def read_file(source: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a file contains, memory-mapped, with the states of optimizers by name; and the entries of a manifest.
-
-    Raises:
-        CheckpointError: It is no checkpoint.
-    """
+    """Return what a file contains, memory-mapped, with optimizers' states by name; and the entries of a manifest."""
     try:
         checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=weights_only)
     except (pickle.UnpicklingError, RuntimeError) as error:

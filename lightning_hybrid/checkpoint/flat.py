@@ -29,18 +29,7 @@ Path = tuple[Any, ...]
 
 
 def take_tensors(tree: Any, *, is_first: bool) -> tuple[Any, dict[str, OwnedShards]]:
-    """Separate the tensors from the rest of a checkpoint.
-
-    Args:
-        tree: Lightning's checkpoint; ``OwnedShards`` stands for sharded tensors.
-        is_first: Whether this is the first rank, which saves the plain tensors.
-
-    Returns:
-        The rest with references, and the tensors by key.
-
-    Raises:
-        CheckpointError: Two have the same key.
-    """
+    """Separate a checkpoint into the rest, with references, and its tensors by key; the first rank saves plain ones."""
     tensors: dict[str, OwnedShards] = {}
     keys: dict[Any, tuple[Any, str]] = {}  # by identity: tied parameters are saved once
 

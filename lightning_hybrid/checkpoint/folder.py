@@ -26,6 +26,7 @@ from typing import Any
 from lightning_hybrid.errors import CheckpointError, IncompleteCheckpoint
 
 MANIFEST, META, OPTIMIZERS, GENERATORS = "manifest.json", "meta.pt", "optimizers.pt", "generators.pt"
+INDEX = ".metadata"
 FORMAT, VERSION = "lightning_hybrid checkpoint", 1
 INCOMPLETE = ".incomplete"
 _LISTED = 5
@@ -96,20 +97,20 @@ def _no_checkpoint(path: Path) -> CheckpointError:
         return IncompleteCheckpoint(
             f"{path} is empty: a save to it began and did not end{_alternatives(path)}", entry="save-not-ended"
         )
-    if any(name.startswith("__") and name.endswith(".distcp") for name in names) and ".metadata" not in names:
+    if any(name.startswith("__") and name.endswith(".distcp") for name in names) and INDEX not in names:
         return IncompleteCheckpoint(
             f"{path} has no {MANIFEST}: its save did not end{_alternatives(path)}", entry="save-not-ended"
         )
-    if {META, OPTIMIZERS, ".metadata"} <= names:
+    if {META, OPTIMIZERS, INDEX} <= names:
         return IncompleteCheckpoint(
             f"{path} has no {MANIFEST}, which names the files of a checkpoint of lightning_hybrid and their digests;"
             f" the other files are there: it was lost, or a removal did not end{_alternatives(path)}",
             entry="files-missing",
         )
     kind = "of a file or folder of something else"
-    if ".metadata" in names:
+    if INDEX in names:
         kind = "of torch.distributed.checkpoint, written by something else"
-    if {"meta.pt", ".metadata"} <= names:
+    if {META, INDEX} <= names:
         kind = "a sharded checkpoint of Lightning's own strategies; `python -m lightning.fabric.utilities."
         kind += "consolidate_checkpoint` makes one file of it, which can be loaded"
     listed = ", ".join(sorted(names)[:_LISTED])
@@ -141,12 +142,7 @@ def missing(path: Path) -> list[str]:
 
 
 def check_complete(path: Path) -> dict[str, Any]:
-    """Check that every file of a checkpoint exists with its size, and return the manifest.
-
-    Raises:
-        IncompleteCheckpoint: Something is missing.
-        CheckpointError: It is no checkpoint.
-    """
+    """Check that every file of a checkpoint exists with its size, or raise; return the manifest."""
     manifest = read_manifest(path)
     if lacking := missing(path):
         raise IncompleteCheckpoint(
@@ -157,13 +153,43 @@ def check_complete(path: Path) -> dict[str, Any]:
     return manifest
 
 
+class DigestedFile:
+    """A new file, open for writing, which is on the disk when it is closed; ``entry`` describes it in the manifest."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._digest = path.open("wb"), hashlib.sha256()
+        self.size = 0
+
+    def write(self, content: Any) -> int:
+        """Append bytes, or anything that has a buffer."""
+        num_bytes = memoryview(content).nbytes
+        self._file.write(content)
+        self._digest.update(content)
+        self.size += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Do nothing: closing flushes."""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Size and digest."""
+        return {"bytes": self.size, "sha256": self._digest.hexdigest()}
+
+    def __enter__(self) -> DigestedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
 def write_file(path: Path, content: bytes) -> dict[str, Any]:
     """Write a file to the disk and describe it as the manifest does."""
-    with path.open("wb") as file:
+    with DigestedFile(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return file.entry
 
 
 def digest(path: Path) -> str:
@@ -176,11 +202,7 @@ def digest(path: Path) -> str:
 
 
 def check_digest(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Check that a file of a checkpoint has the content that was written.
-
-    Raises:
-        CheckpointError: It has another.
-    """
+    """Check that a file of a checkpoint has the content that was written, or raise a CheckpointError."""
     if digest(path / name) != entry["sha256"]:
         raise CheckpointError(
             f"{path / name} has other content than when it was written (its SHA-256 is not that of {MANIFEST}); load"
@@ -192,9 +214,7 @@ def check_digest(path: Path, name: str, entry: Mapping[str, Any]) -> None:
 def finish(path: Path, manifest: Mapping[str, Any]) -> None:
     """Complete the folder at ``incomplete_path(path)``: write its manifest, then rename it.
 
-    Args:
-        path: Path of the checkpoint; an existing one is replaced atomically where the system can.
-        manifest: The manifest without format and version.
+    A checkpoint at ``path`` is replaced atomically where the system can.
 
     Raises:
         CheckpointError: A file that it lists is not there: ranks do not share the filesystem.

@@ -1,8 +1,4 @@
-"""Full state dicts of a module and its optimizers: gathered from stages and shards for a single file, and loaded.
-
-Names are those of the user's module and optimizer states have torch's numbers, so the file that Lightning writes is an
-ordinary ``.ckpt``.
-"""
+"""State dicts of a module, made of other tensors than those it holds, and loaded into shards; shapes of states."""
 
 from __future__ import annotations
 
@@ -15,45 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.optimizers.trial import can_step_shards, is_of_torch, state_shapes
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
-from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
-from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensors import on_host
 from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 _LISTED = 4
-
-
-def gather_module_state(
-    root: nn.Module, plan: StagePlan, shards: LocalShards, *, is_copy: bool = False, keep: bool = True
-) -> dict[str, Any]:
-    """Gather the full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a model copy.
-
-    ``is_copy`` tells that ``root`` is a copy of the user's module that is sharded like it, ``keep`` that this pipeline
-    needs the state: other pipelines with shards of the same model copy only send them.
-    """
-    names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
-    parameters = {id(parameter) for parameter in root.parameters()}
-    buffers = buffer_ranks(plan, root if is_copy else None)
-    local_values = {}
-    for tensor in {id(tensor): tensor for tensor in saved_tensors(root).values()}.values():
-        name = names[id(tensor)]
-        owner = plan.ranks_of(name)[0] if id(tensor) in parameters else buffers.get(id(tensor), 0)
-        if owner == plan.rank:
-            value = shards.unshard(name, tensor.detach())
-            if keep:
-                local_values[name] = value.detach().cpu()
-    if not keep:
-        return {}
-    full = _gather_on_first(plan, local_values)
-    if plan.rank != 0:
-        return {}
-    with _holding(root, {key: full[name] for key, name in names.items() if name in full}):
-        return own_state(root, is_copy=is_copy)
 
 
 def saved_tensors(root: nn.Module) -> dict[str, Tensor]:
@@ -73,8 +37,8 @@ def own_state(root: nn.Module, *, is_copy: bool = False) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _holding(root: nn.Module, full: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let a module hold full tensors, by the id of what it has in their place.
+def holding(root: nn.Module, full: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let a module hold tensors of full shapes, by the id of what it has in their place.
 
     So methods and hooks of the user that leave out, rename and compute entries of a state dict compute full ones.
     """
@@ -116,14 +80,6 @@ def state_with(root: nn.Module, values: Mapping[str, Any], *, is_copy: bool = Fa
         return own_state(root, is_copy=is_copy)
 
 
-def _gather_on_first(plan: StagePlan, local_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Union of the dicts of a pipeline's ranks on its first, empty elsewhere; collective over the pipeline."""
-    if plan.num_ranks == 1:
-        return dict(local_values)
-    rows = gather_on_first(dict(local_values), plan.group)
-    return {key: value for row in rows for key, value in row.items()}
-
-
 def load_module_state(
     root: nn.Module, state: Mapping[str, Any], shards: LocalShards, *, strict: bool, prefix: str = ""
 ) -> None:
@@ -131,9 +87,6 @@ def load_module_state(
 
     ``strict`` requires the same names. ``prefix`` is that of the sharded module's names in ``root``, where that is a
     submodule of ``root``.
-
-    Raises:
-        CheckpointError: Names or shapes do not fit.
     """
     if differing := state_mismatches(root, state, shards, strict=strict, prefix=prefix):
         raise CheckpointError(differing, entry="other-model")
@@ -191,65 +144,13 @@ def state_mismatches(
     )
 
 
-def gather_optimizer_state(
-    optimizer: Optimizer, plan: StagePlan, shards: LocalShards, *, keep: bool = True
-) -> dict[str, Any]:
-    """Gather the full state dict of an optimizer on pipeline rank 0, an empty one elsewhere; collective."""
-    state = optimizer.state_dict()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    local_entries = {}
-    for key, entry in shards.owners.gather_states(state["state"], parameters).items():
-        # Optimizers that read full parameters have states of those of other stages too.
-        if not (isinstance(key, int) and is_absent(parameters[key])):
-            full = entry
-            if isinstance(key, int) and parameters[key] not in shards.owners:
-                full = map_leaves(partial(_gather_leaf, parameters[key], shards), entry)
-            if keep:
-                # In host memory at once: a device that holds shards has no room for full states of all parameters.
-                local_entries[key] = map_leaves(on_host, full)
-    if not keep:
-        return {}
-    merged = _gather_on_first(plan, local_entries)
-    if plan.rank != 0:
-        return {}
-    # Entries of parameters have numbers; optimizers may keep others under names.
-    order = sorted(merged, key=lambda key: (not isinstance(key, int), key))
-    return {**state, "state": {key: merged[key] for key in order}}
-
-
-def _gather_leaf(parameter: Tensor, shards: LocalShards, leaf: Any) -> Any:
-    return shards.full_state_of(parameter, leaf.detach()) if isinstance(leaf, Tensor) else leaf
-
-
-def local_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], shards: LocalShards) -> dict[str, Any]:
-    """Select this rank's parameters from a full optimizer state, and shard their entries."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, parameters, strict=False))
-    # One rank has the states of parameters that are stepped in full.
-    elsewhere = {n for n, p in by_number.items() if is_absent(p) or not shards.owners.has_states_of(p)}
-    entries = {}
-    for number, entry in state["state"].items():
-        if number in by_number and number not in elsewhere:
-            entries[number] = map_leaves(partial(shards.shard_of_state, by_number[number]), entry)
-        elif number not in elsewhere:
-            entries[number] = entry
-    return {**state, "state": entries}
-
-
 def check_state_shapes(
     optimizer: Optimizer, entries: Mapping[Any, Any], names: Sequence[str], *, is_sharded: bool
 ) -> None:
     """Check that states have the shapes that an optimizer gives them; alike on all ranks, and without messages.
 
-    Args:
-        optimizer: Built; it steps parameters of any shapes, or shards of them.
-        entries: The states to load, full tensors of any device, by the number of the parameter.
-        names: FQNs of the optimizer's parameters, by number.
-        is_sharded: Whether ranks hold shards of parameters: then an optimizer of the user's is tried too.
-
-    Raises:
-        CheckpointError: A state has another shape.
+    ``entries`` are full tensors of any device, and ``names`` FQNs, by the number of the parameter. Where ranks hold
+    shards of parameters, an optimizer of the user's is tried too.
     """
     for number, (group, parameter) in enumerate(_parameters(optimizer)):
         entry, shape = entries.get(number), full_shape(parameter)

@@ -1,12 +1,13 @@
-"""The shards of a run's state that a rank has, and the assignment of shards to the ranks that write them.
+"""The state of a run on one rank: its shards, the ranks that write them, and full tensors gathered from them.
 
-``shard_boxes`` says which boxes of a parameter are on this rank. If several ranks have a box, one rank of each replica
-may write it, and the replicas balance the writes by bytes.
+If several ranks have a box of a tensor, one rank of each replica may write it, and the replicas balance the writes by
+bytes. In full state dicts, names are those of the user's module, and optimizer states have torch's numbers, so the file
+that Lightning writes is an ordinary ``.ckpt``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.full import saved_tensors, state_with
+from lightning_hybrid.checkpoint.full import holding, own_state, saved_tensors, state_with
+from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_ranks
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensors import subclasses_as_dicts
+from lightning_hybrid.step.objects.tensors import on_host, subclasses_as_dicts
 from lightning_hybrid.step.standins.tensors import FULL_SHAPE, full_shape, is_absent
 
 # The ranks with the same boxes as this one, of which one writes: those of all replicas, or only of the first, where
@@ -33,12 +35,7 @@ _COPY_AXIS = {"dp_shard": "dp_replicate", "ep": "ep_replicate", "ep_shard": "ep_
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """One box of a full tensor with its content.
-
-    Attributes:
-        offsets: Offsets in the full tensor, one per dimension.
-        content: A view of the rank's local tensor.
-    """
+    """One box of a full tensor: its offsets there, and its content, a view of the rank's local tensor."""
 
     offsets: Shape
     content: Tensor
@@ -49,8 +46,7 @@ class OwnedShards:
     """The shards of one tensor that this rank owns, in place of a ``Tensor`` in the state that is saved.
 
     Attributes:
-        shape: Shape of the full tensor.
-        dtype: Dtype of its elements.
+        shape, dtype: Of the full tensor.
         boxes: The boxes that this rank may have to write: those that it is the first in its replica to have.
         written_by: ``ANY``, ``FIRST``, or an axis along which ranks have equal boxes.
         mesh: Of that axis, if it is another one than the module has now.
@@ -123,43 +119,33 @@ class LocalState:
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._plan = plan if plan is not None and plan.is_partitioned else None
-        self._axis_cuts, self._owners = shards.shardings, shards.owners
+        self._pipeline = None if plan is None or plan.num_ranks == 1 else plan.group
+        self._shards, self._axis_cuts, self._owners = shards, shards.shardings, shards.owners
         self._mesh = mesh
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
 
-    def local_shard(self, name: str, shape: Sequence[int]) -> ShardBoxes:
-        """This rank's shard of the parameter of this name, or of a tensor of its full ``shape``."""
-        return shard_of(self._axis_cuts, name, shape)
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """The FQN of a parameter of the module, whose shape may be its shard's; None for other tensors."""
-        return self._names.get(id(parameter))
-
     def names_of(self, optimizer: Optimizer) -> list[str]:
         """The FQNs of an optimizer's parameters by number; ``#number`` where the module does not have one."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
-
-    def is_sharded(self, parameter: Tensor) -> bool:
-        """Whether this rank has a shard of a parameter instead of its full shape now."""
-        return FULL_SHAPE in parameter.__dict__
+        return [self._names.get(id(parameter)) or f"#{number}" for number, parameter in enumerate(parameters)]
 
     def has_states_of(self, parameter: Tensor) -> bool:
         """Whether this rank keeps optimizer states of a parameter of any shape."""
-        return self._owners.has_states_of(parameter)
+        return not is_absent(parameter) and self._owners.has_states_of(parameter)
 
-    def has_sharded_states(self, parameter: Tensor) -> bool:
-        """Whether this rank has shards of optimizer states that have the parameter's full shape."""
-        return self.is_sharded(parameter) and parameter not in self._owners
+    def shard_of_state(self, name: str, parameter: Tensor, shape: Sequence[int]) -> ShardBoxes | None:
+        """This rank's shard of a state of full ``shape`` of a parameter; None where it has all of it."""
+        is_sharded = FULL_SHAPE in parameter.__dict__ and parameter not in self._owners
+        return self._shard(name, shape) if is_sharded and tuple(shape) == full_shape(parameter) else None
+
+    def _shard(self, name: str, shape: Sequence[int]) -> ShardBoxes:
+        return shard_of(self._axis_cuts, name, shape)
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """The state dict of the module, or of a copy that is sharded like it; all keys on every rank.
 
         It has ``OwnedShards`` in place of tensors. Methods and hooks of the module leave out, rename and add entries.
-
-        Raises:
-            CheckpointError: A tensor is not dense.
         """
         root = self._root if copy is None else copy
         returned = state_with(root, self.tensors(copy), is_copy=copy is not None)
@@ -171,24 +157,93 @@ class LocalState:
 
     def tensors(self, copy: nn.Module | None = None) -> dict[str, OwnedShards]:
         """This rank's shards of the module's parameters and persistent buffers, by torch's key."""
+        shards = {
+            id(tensor): self._buffer(tensor, owner) if is_buffer else self._parameter(name, tensor)
+            for name, tensor, owner, is_buffer in self._saved(copy)
+        }
+        saved = saved_tensors(self._root if copy is None else copy)
+        return {key: shards[id(tensor)] for key, tensor in saved.items()}
+
+    def _saved(self, copy: nn.Module | None) -> Iterator[tuple[str, Tensor, int, bool]]:
+        """Yield the FQN of each saved tensor, the tensor, the pipeline rank that writes it, and if it is a buffer."""
         root = self._root if copy is None else copy
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
-        owner_stages = {} if self._plan is None else buffer_ranks(self._plan, copy)
-        state_of: dict[int, OwnedShards] = {}
-        saved = saved_tensors(root)
-        for tensor in saved.values():
-            if id(tensor) not in state_of:
-                name = parameters.get(id(tensor))
-                if name is not None:
-                    state_of[id(tensor)] = self._parameter(name, tensor)
-                else:
-                    state_of[id(tensor)] = self._buffer(tensor, owner_stages.get(id(tensor), 0))
-        return {key: state_of[id(tensor)] for key, tensor in saved.items()}
+        buffers = {id(buffer): name for name, buffer in root.named_buffers()}
+        owners = {} if self._plan is None else buffer_ranks(self._plan, copy)
+        for tensor in {id(tensor): tensor for tensor in saved_tensors(root).values()}.values():
+            if (name := parameters.get(id(tensor))) is not None:
+                yield name, tensor, self._owner_stage(name), False
+            else:
+                yield buffers[id(tensor)], tensor, owners.get(id(tensor), 0), True
+
+    def full_module(self, copy: nn.Module | None = None, *, keep: bool = True) -> dict[str, Any]:
+        """Gather the state dict of the module, or of a copy, on pipeline rank 0; collective over one copy's ranks.
+
+        ``keep`` tells that this pipeline needs the state: others with shards of the same model only send them.
+        """
+        root = self._root if copy is None else copy
+        local: dict[str, Tensor] = {}
+        for name, tensor, owner, _ in self._saved(copy):
+            if owner == self._pp:
+                value = self._shards.unshard(name, tensor.detach())
+                if keep:
+                    local[name] = value.detach().cpu()
+        full = self._gathered(local) if keep else {}
+        if not keep or self._pp:
+            return {}
+        with holding(root, {id(tensor): full[name] for name, tensor, *_ in self._saved(copy) if name in full}):
+            return own_state(root, is_copy=copy is not None)
+
+    def full_optimizer(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
+        """Gather the state dict of an optimizer on pipeline rank 0, like `full_module`."""
+        state = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        local: dict[Any, Any] = {}
+        for key, entry in self._owners.gather_states(state["state"], parameters).items():
+            parameter = parameters[key] if isinstance(key, int) else None
+            # Optimizers that read full parameters have states of those of other stages too.
+            if parameter is not None and is_absent(parameter):
+                continue
+            if parameter is not None and parameter not in self._owners:
+                entry = map_leaves(partial(self._full_leaf, parameter), entry)
+            if keep:
+                # In host memory at once: a device that holds shards has no room for full states of all parameters.
+                local[key] = map_leaves(on_host, entry)
+        full = self._gathered(local) if keep else {}
+        if not keep or self._pp:
+            return {}
+        # Entries of parameters have numbers; optimizers may keep others under names.
+        order = sorted(full, key=lambda key: (not isinstance(key, int), key))
+        return {**state, "state": {key: full[key] for key in order}}
+
+    def _full_leaf(self, parameter: Tensor, leaf: Any) -> Any:
+        return self._shards.full_state_of(parameter, leaf.detach()) if isinstance(leaf, Tensor) else leaf
+
+    def _gathered(self, local: dict[Any, Any]) -> dict[Any, Any]:
+        """Gather the dicts of a pipeline's ranks in one on its first, empty elsewhere."""
+        if self._pipeline is None:
+            return local
+        return {key: value for row in gather_on_first(local, self._pipeline) for key, value in row.items()}
+
+    def shard_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Select this rank's parameters from a full state of an optimizer, and shard their entries."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        by_number = dict(zip(numbers, parameters, strict=False))
+        entries = {}
+        for number, entry in state["state"].items():
+            parameter = by_number.get(number)
+            # One rank has the states of parameters that are stepped in full.
+            if parameter is None:
+                entries[number] = entry
+            elif self.has_states_of(parameter):
+                entries[number] = map_leaves(partial(self._shards.shard_of_state, parameter), entry)
+        return {**state, "state": entries}
 
     def _parameter(self, name: str, tensor: Tensor) -> OwnedShards:
         if is_absent(tensor):
             return OwnedShards(full_shape(tensor), tensor.dtype, ())
-        if not self.is_sharded(tensor):
+        if FULL_SHAPE not in tensor.__dict__:
             return unsharded(tensor, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
         return self._sharded(name, tensor, full_shape(tensor))
 
@@ -196,7 +251,7 @@ class LocalState:
         """Describe the shard of a parameter, or of a tensor of its shape; also while the full tensor is here."""
         _check_dense(tensor)
         counts, written_by = self._writers(name)
-        spans = [span for span in self.local_shard(name, shape).spans if counts and span.is_first]
+        spans = [span for span in self._shard(name, shape).spans if counts and span.is_first]
         if tuple(tensor.shape) == shape:
             spans = [span.in_full_tensor() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
@@ -217,14 +272,15 @@ class LocalState:
 
     def _is_owner_stage(self, name: str) -> bool:
         """Whether this pipeline rank writes a parameter that several stages may have."""
-        return self._pp == (0 if self._plan is None else self._plan.ranks_of(name)[0])
+        return self._pp == self._owner_stage(name)
+
+    def _owner_stage(self, name: str) -> int:
+        return 0 if self._plan is None else self._plan.ranks_of(name)[0]
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer by FQN, with ``OwnedShards`` for all tensors but scalars.
+        """The ``state`` of this rank's parameters of an optimizer by FQN, with ``OwnedShards`` for all but scalars.
 
-        Returns:
-            ``state`` of the parameters of this rank, ``param_groups`` as torch has them, and the ``names`` of their
-            parameters by number.
+        ``param_groups`` are as torch has them; ``names`` are those of their parameters by number.
         """
         state = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -233,12 +289,8 @@ class LocalState:
         for key, entry in state["state"].items():
             if isinstance(key, int) and is_absent(parameters[key]):
                 continue
-            entry = subclasses_as_dicts(entry)
-            if isinstance(key, int):
-                name, parameter = names[key], parameters[key]
-                entries[name] = map_leaves(partial(self._leaf, name, parameter), entry)
-            else:
-                entries[key] = map_leaves(partial(self._leaf, "", None), entry)
+            name, parameter = (names[key], parameters[key]) if isinstance(key, int) else ("", None)
+            entries[name or key] = map_leaves(partial(self._leaf, name, parameter), subclasses_as_dicts(entry))
         return {"state": entries, "param_groups": state["param_groups"], "names": names}
 
     def _leaf(self, name: str, parameter: Tensor | None, leaf: Any) -> Any:
@@ -255,7 +307,7 @@ class LocalState:
             counts, written_by = self._writers(name)
             return unsharded(leaf, counts=counts, written_by=written_by)
         shape = full_shape(parameter)
-        if tuple(leaf.shape) == self.local_shard(name, shape).shape:
+        if tuple(leaf.shape) == self._shard(name, shape).shape:
             return self._sharded(name, leaf, shape)
         return unsharded(leaf, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim import Optimizer
 
@@ -38,20 +38,13 @@ from lightning_hybrid.params.boxes import ShardBoxes
 from lightning_hybrid.step.objects.names import names
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensors import dicts_as_subclasses
-from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 _OTHER_MODEL = "load it into the model that it was made from"
 
 
 @dataclass(frozen=True, eq=False)
 class ReadRequest:
-    """A request to read a tensor, or a shard of it.
-
-    Attributes:
-        key: Key of the tensor.
-        target: Tensor that is filled in place.
-        shard: The shard that the target is; the full tensor if None.
-    """
+    """A request to fill a target in place with the tensor of a key, or with a shard of it."""
 
     key: str
     target: Tensor
@@ -64,13 +57,10 @@ class SavedFolder:
     def __init__(
         self, path: Path, *, weights_only: bool | None = None, digests: bool = True, share: tuple[int, int] = (0, 1)
     ) -> None:
-        """Open a folder.
+        """Open a folder; ``weights_only`` refuses all but tensors and plain Python values, unless it is False.
 
-        Args:
-            path: The folder.
-            weights_only: Refuses all but tensors and plain Python values, unless it is False.
-            digests: Whether to compare files with the digests of the manifest, beside reading tensors.
-            share: This rank and the number of ranks, of which each compares some of the files with tensors.
+        ``digests`` compares files with those of the manifest, beside reading tensors; ``share`` is this rank and the
+        number of ranks, of which each compares some of the files with tensors.
 
         Raises:
             CheckpointError: It is no checkpoint, or files are missing or were changed.
@@ -86,16 +76,12 @@ class SavedFolder:
         pool = ThreadPoolExecutor(max_workers=1)
         self._checked = [pool.submit(folder.check_digest, path, *file) for file in self._tensor_files[rank::count]]
         pool.shutdown(wait=False)
-        self._reader = _Reader(path)
-        self.metadata: Metadata = self._reader.read_metadata()
+        self._reader = FileSystemReader(path)
+        self.metadata = _read_index(path / folder.INDEX)
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def wait_for_digests(self) -> None:
-        """Wait until the files with tensors are compared with their digests.
-
-        Raises:
-            CheckpointError: One was changed.
-        """
+        """Wait until the files with tensors are compared with their digests; a CheckpointError if one was changed."""
         for checked in self._checked:
             checked.result()
 
@@ -117,11 +103,7 @@ class SavedFolder:
         return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
 
     def rest(self) -> dict[str, Any]:
-        """The checkpoint, with references for tensors.
-
-        Raises:
-            CheckpointError: It contains objects of other classes.
-        """
+        """The checkpoint, with references for tensors; a CheckpointError if it has objects of other classes."""
         rest = self._unpickled(folder.META)
         if OPTIMIZERS in rest:
             rest[OPTIMIZERS] = self._unpickled(folder.OPTIMIZERS)
@@ -143,11 +125,7 @@ class SavedFolder:
             ) from error
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill the targets; each file is opened once, and only the boxes that are needed are read.
-
-        Raises:
-            CheckpointError: There is no such tensor, or it has another shape, or a file was changed.
-        """
+        """Fill the targets; each file is opened once, and only the boxes that are needed are read."""
         items: list[ReadItem] = []
         targets: dict[str, Tensor] = {}
         for number, each in enumerate(requests):
@@ -168,7 +146,7 @@ class SavedFolder:
                 parts = create_read_items_for_chunk_list(each.key, saved, [chunk])
                 items += [_renamed(item, name) for item in parts if 0 not in item.lengths]
         try:
-            self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
+            self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()  # type: ignore[arg-type]
         except Exception:
             for name, entry in self._tensor_files:  # of which other ranks compare some
                 folder.check_digest(self.path, name, entry)
@@ -177,9 +155,8 @@ class SavedFolder:
     def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
         """Read Lightning's checkpoint with full tensors, except the optimizers': those are read when they are needed.
 
-        Args:
-            map_location: The device of the tensors; the CPU if it names none.
-            unread: Names in the module's state dict that are not read: zeros, without memory until they are accessed.
+        Tensors are on the CPU unless ``map_location`` names a device. ``unread`` are names in the module's state dict
+        that are not read: zeros, without memory until they are accessed.
         """
         rest = self.rest()
         optimizers = rest.get(OPTIMIZERS)
@@ -238,11 +215,7 @@ class SavedOptimizer(Mapping[str, Any]):
         return torch_state({**self._named, "param_groups": groups})
 
     def entries(self, optimizer: Optimizer, local: LocalState, tensor: Callable[[int, str], Any]) -> dict[int, Any]:
-        """The states of an optimizer's parameters by number, with ``tensor(number, key)`` for each saved tensor.
-
-        Raises:
-            CheckpointError: It is the state of other parameters.
-        """
+        """The states of an optimizer's parameters by number, with ``tensor(number, key)`` for each saved tensor."""
         saved_names, names = self._named["names"], local.names_of(optimizer)
         if len(names) != len(saved_names):
             raise CheckpointError(
@@ -263,27 +236,23 @@ class SavedOptimizer(Mapping[str, Any]):
         return self.entries(optimizer, local, lambda _, key: self._saved.meta_tensor(key))
 
     def local_state(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
-        """Read the state of this rank's parameters of an optimizer, or shards of them, by number.
-
-        Raises:
-            CheckpointError: It is the state of other parameters.
-        """
+        """Read the state of this rank's parameters of an optimizer, or shards of them, by number."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         saved_names, names = self._named["names"], local.names_of(optimizer)
+        here = {number for number, parameter in enumerate(parameters) if local.has_states_of(parameter)}
         requests: list[ReadRequest] = []
 
         def target(number: int, key: str) -> Tensor | None:
-            parameter = parameters[number]
-            if is_absent(parameter) or not local.has_states_of(parameter):
+            if number not in here:
                 return None
-            return self._request_tensor(requests, local, names[number], parameter, key)
+            saved = self._saved.metadata_of(key)
+            shard = local.shard_of_state(names[number], parameters[number], saved.size)
+            shape = saved.size if shard is None else shard.shape
+            requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
+            return requests[-1].target
 
         entries = self.entries(optimizer, local, target)
-        states = {
-            number: entry
-            for number, entry in entries.items()
-            if not is_absent(parameters[number]) and local.has_states_of(parameters[number])
-        }
+        states = {number: entry for number, entry in entries.items() if number in here}
         self._saved.read(requests)
         known = set(saved_names)
         others = {key: self._saved.filled(entry) for key, entry in self._named["state"].items() if key not in known}
@@ -292,17 +261,6 @@ class SavedOptimizer(Mapping[str, Any]):
             numbered = optimizer.state_dict()["param_groups"]
             groups = [{**saved, "params": group["params"]} for saved, group in zip(groups, numbered, strict=True)]
         return {"state": self._saved.with_subclasses({**states, **others}), "param_groups": groups}
-
-    def _request_tensor(
-        self, requests: list[ReadRequest], local: LocalState, name: str, parameter: Tensor, key: str
-    ) -> Tensor:
-        saved, shard = self._saved.metadata_of(key), None
-        shape, full = saved.size, full_shape(parameter)
-        if local.has_sharded_states(parameter) and tuple(saved.size) == full:
-            shard = local.local_shard(name, full)
-            shape = torch.Size(shard.shape)
-        requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
-        return requests[-1].target
 
 
 def _first_differing(own_names: Sequence[str], saved_names: Sequence[str]) -> str:
@@ -322,32 +280,14 @@ def _renamed(item: ReadItem, name: str) -> ReadItem:
     return ReadItem(item.type, index, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths)
 
 
-class _Targets(LoadPlanner):
-    """The load planner that gives torch's reader the target of each item."""
+class _Targets:
+    """What torch's reader asks a ``LoadPlanner``: the view of a target that an item fills, of the item's shape."""
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
         self._targets = targets
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the targets are known."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Raise ``NotImplementedError``: the caller makes the plan."""
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged: ranks read independently."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Raise ``NotImplementedError``: no bytes are saved."""
-        raise NotImplementedError
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The view of the target that the item fills, of the shape of the item."""
+        """Return the view."""
         target = self._targets[read_item.dest_index.fqn]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
@@ -357,19 +297,15 @@ class _Targets(LoadPlanner):
         """Do nothing: the target, of any shape, was written in place."""
 
 
-class _Reader(FileSystemReader):
-    """torch's reader; it unpickles its index, and accepts only classes that torch writes there."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index; raises a CheckpointError if the file contains something else."""
-        path = Path(self.path) / ".metadata"
-        with path.open("rb") as file:
-            metadata = _Index(file, path).load()
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(
-                f"{path} is not the index of a checkpoint but {type(metadata).__name__}", entry="other-kind"
-            )
-        return metadata
+def _read_index(path: Path) -> Metadata:
+    """Unpickle torch's index, with only the classes that torch writes there."""
+    with path.open("rb") as file:
+        metadata = _Index(file, path).load()
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(
+            f"{path} is not the index of a checkpoint but {type(metadata).__name__}", entry="other-kind"
+        )
+    return metadata
 
 
 class _Index(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Writer of distributed checkpoints: every rank writes its own boxes, through ``torch.distributed.checkpoint``.
+"""Writer of distributed checkpoints: every rank writes its own boxes, in the format of torch.distributed.checkpoint.
 
 Each rank computes by itself what to write (`assign_boxes`), so the ranks synchronize only once: when all have written,
 the first one receives the list of all boxes and files, checks that each element of each tensor was
@@ -8,12 +8,13 @@ written once, and renames the folder.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
+import itertools
 import math
-import os
 import pickle
-from collections.abc import Callable, Generator, Mapping, Sequence
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,8 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_hybrid.checkpoint import folder
 from lightning_hybrid.checkpoint.flat import OPTIMIZERS, references, take_tensors
@@ -43,6 +42,7 @@ _MERGED = "state"  # of an optimizer: each rank has entries of its own
 _SAME = "on_save_checkpoint must do the same on every rank"
 
 
+BoxSpan = tuple[tuple[int, ...], tuple[int, ...]]  # the offsets and sizes of a box in its tensor
 # A box: the key and shape of its tensor, its offsets, and its content.
 Item = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
 # Called before each piece of long work with the name of the piece, how many are done, and how many there are.
@@ -59,12 +59,10 @@ class Save:
 
     Attributes:
         path: Path of the checkpoint.
+        about: Entries of the manifest.
         items: The boxes of this rank, with the keys and shapes of their tensors.
         meta: The rest, pickled by torch; only on the first rank.
-        optimizers: The optimizers' states without tensors, as far as this rank has them; pickled.
-        generators: The states of the replica's generators; only on its first rank.
-        expected: The keys of all tensors of this rank's state.
-        about: Entries of the manifest.
+        report: What else the first rank is sent.
         error: The error because of which this rank has nothing to write; it is sent to the others.
         tell: Called before each box is written.
     """
@@ -73,23 +71,28 @@ class Save:
     about: dict[str, Any]
     items: list[Item] = field(default_factory=list)
     meta: bytes = b""
-    optimizers: bytes = b""
-    generators: dict[str, Any] | None = None
-    expected: set[str] = field(default_factory=set)
+    report: Report = field(default_factory=lambda: Report())
     error: Exception | None = None
     tell: Tell = tell_nothing
 
 
 @dataclass
-class _Report:
-    """The message of a rank to the first one about its save."""
+class Report:
+    """The message of a rank to the first one about its save.
+
+    Attributes:
+        optimizers: The optimizers' states without tensors, as far as the rank has them; pickled.
+        generators: The states of the replica's generators; only on its first rank.
+        expected: The keys of all tensors of the rank's state.
+        boxes: For each that it wrote, key, shape and dtype of the tensor, place in it, and place in the rank's file.
+        files: Entries of the manifest.
+        error: Why it could not write.
+    """
 
     optimizers: bytes = b""
     generators: dict[str, Any] | None = None
     expected: set[str] = field(default_factory=set)
-    results: list[WriteResult] = field(default_factory=list)
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-    chunks: list[tuple[str, ChunkStorageMetadata]] = field(default_factory=list)
+    boxes: list[tuple[str, tuple[int, ...], torch.dtype, BoxSpan, _StorageInfo]] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     error: str = ""
 
@@ -118,18 +121,10 @@ def prepare(
     buffers: HostBuffers | None = None,
     generators: dict[str, Any] | None = None,
 ) -> Save:
-    """Collect the content that this rank writes of a checkpoint.
+    """Collect the content that this rank writes of Lightning's checkpoint, with ``OwnedShards`` for sharded tensors.
 
-    Args:
-        checkpoint: Lightning's checkpoint, with ``OwnedShards`` for sharded tensors.
-        path: Path of the checkpoint.
-        mesh: The process groups; None for one process.
-        about: Entries of the manifest.
-        buffers: Memory that tensors are copied to, so that training can go on; None if it waits.
-        generators: States of the generators of this rank, which are saved for the first rank of each replica.
-
-    Returns:
-        The save; or one with an error, which `write` sends to all ranks, so that none waits for this one.
+    With ``buffers`` tensors are copied, so that training can go on. An error is one of the save, which `write` sends to
+    all ranks, so that none waits for this one. ``mesh`` is None for one process.
     """
     save = Save(path, about)
     try:
@@ -137,7 +132,7 @@ def prepare(
     except Exception as error:
         return Save(path, about, error=error)
     if mesh is None or mesh.rank_in("replica") == 0:
-        save.generators = generators
+        save.report.generators = generators
     return save
 
 
@@ -154,8 +149,7 @@ def _fill(save: Save, checkpoint: dict[str, Any], mesh: Mesh | None, buffers: Ho
             content = buffers.copied(key, box.offsets, content)
         save.items.append((key, tensor.shape, box.offsets, content))
     save.meta = _pickled(rest) if is_first else b""
-    save.optimizers = pickle.dumps(optimizers)
-    save.expected = set(tensors)
+    save.report.optimizers, save.report.expected = pickle.dumps(optimizers), set(tensors)
 
 
 def _pickled(value: Any) -> bytes:
@@ -165,12 +159,9 @@ def _pickled(value: Any) -> bytes:
 
 
 def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None] = lambda: None) -> None:
-    """Write, and wait until the checkpoint is complete; collective over all ranks.
+    """Write, and wait until the checkpoint is complete; collective over ``group``, which nothing else uses.
 
-    Args:
-        save: The content of this rank.
-        group: A group of all ranks that nothing else uses; None for one process.
-        afterwards: Called on the first rank as soon as the checkpoint is complete, before the others are notified.
+    ``afterwards`` is called on the first rank when it is complete, before the others are notified.
 
     Raises:
         CheckpointError: A rank could not write, or the ranks together did not write all.
@@ -184,24 +175,37 @@ def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None]
         raise CheckpointError(error, entry="save-failed") from save.error
 
 
-def _write_own(save: Save, rank: int) -> _Report:
-    report = _Report(optimizers=save.optimizers, generators=save.generators, expected=save.expected)
+def _write_own(save: Save, rank: int) -> Report:
+    report = save.report
     try:
         if save.error is not None:
             raise save.error
         target = folder.incomplete_path(save.path)
         target.mkdir(parents=True, exist_ok=True)
         (target / folder.MANIFEST).unlink(missing_ok=True)  # of a save that was killed as it ended
-        report.results, report.files = Writer(target).write(BoxPlanner(save.items, save.tell), rank)
-        for key, shape, offsets, content in save.items:
-            report.tensors[key] = shape, content.dtype
-            report.chunks.append((key, chunk_of(offsets, content)))
+        if save.items:
+            _write_boxes(save, target / f"__{rank}_0.distcp", report)
     except Exception as error:
         report.error = f"rank {rank}: {type(error).__name__}: {error}"
     return report
 
 
-def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], None]) -> str:
+def _write_boxes(save: Save, path: Path, report: Report) -> None:
+    """Write the boxes of a rank to its file, each as `torch.save` does, and report their places."""
+    with folder.DigestedFile(path) as file:
+        for number, (key, shape, offsets, content) in enumerate(save.items):
+            save.tell(key, number, len(save.items))
+            here = content.detach().cpu()
+            if here.untyped_storage().nbytes() != here.nbytes:
+                here = here.clone()  # a view would be saved with all of its storage
+            start = file.size
+            torch.save(here, file)  # type: ignore[arg-type]  # a writer is all it needs
+            place = _StorageInfo(path.name, start, file.size - start)
+            report.boxes.append((key, shape, content.dtype, (offsets, tuple(content.shape)), place))
+    report.files[path.name] = file.entry
+
+
+def _finish(save: Save, reports: Sequence[Report], afterwards: Callable[[], None]) -> str:
     """Complete the checkpoint on the first rank; return the error message, or ""."""
     target = folder.incomplete_path(save.path)
     try:
@@ -211,15 +215,16 @@ def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], Non
         optimizers = _merged_optimizers(reports)
         _check(metadata, references(optimizers).union(*(report.expected for report in reports)))
         files = {name: entry for report in reports for name, entry in report.files.items()}
-        Writer(target).finish(metadata, [report.results for report in reports])
-        contents = {folder.META: save.meta, folder.OPTIMIZERS: _pickled(optimizers)}
+        contents = {
+            folder.INDEX: pickle.dumps(metadata),
+            folder.META: save.meta,
+            folder.OPTIMIZERS: _pickled(optimizers),
+        }
         # Ranks are in the order of their replicas, as far as they are the first ones.
         if generators := [report.generators for report in reports if report.generators is not None]:
             contents[folder.GENERATORS] = _pickled(generators)
         for name, content in contents.items():
             files[name] = folder.write_file(target / name, content)
-        index = target / ".metadata"
-        files[index.name] = {"bytes": index.stat().st_size, "sha256": folder.digest(index)}
         folder.finish(save.path, {**save.about, "files": files})
     except Exception as error:
         with contextlib.suppress(OSError):
@@ -235,23 +240,24 @@ def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], Non
     return ""
 
 
-def _merged_metadata(reports: Sequence[_Report]) -> Metadata:
+def _merged_metadata(reports: Sequence[Report]) -> Metadata:
+    """The index of all boxes, as torch.distributed.checkpoint writes it."""
     tensors: dict[str, TensorStorageMetadata] = {}
-    for report in reports:
-        for key, (shape, dtype) in report.tensors.items():
-            entry = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []))
-            if tuple(entry.size) != shape or entry.properties.dtype != dtype:
-                raise CheckpointError(
-                    f"ranks disagree on {key}: {tuple(entry.size)} of {entry.properties.dtype} and {shape} of {dtype};"
-                    f" {_SAME}",
-                    entry="save-covered",
-                )
-        for key, chunk in report.chunks:
-            tensors[key].chunks.append(chunk)
-    return Metadata(state_dict_metadata=dict(tensors))
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, shape, dtype, (offsets, sizes), place in (box for report in reports for box in report.boxes):
+        entry = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []))
+        if tuple(entry.size) != shape or entry.properties.dtype != dtype:
+            raise CheckpointError(
+                f"ranks disagree on {key}: {tuple(entry.size)} of {entry.properties.dtype} and {shape} of {dtype};"
+                f" {_SAME}",
+                entry="save-covered",
+            )
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        places[MetadataIndex(key, offsets)] = place
+    return Metadata(dict(tensors), None, places, StorageMeta(save_id=str(uuid.uuid4())), CURRENT_DCP_VERSION)
 
 
-def _merged_optimizers(reports: Sequence[_Report]) -> list[Any]:
+def _merged_optimizers(reports: Sequence[Report]) -> list[Any]:
     """The optimizers of the first rank, with the entries of all ranks."""
     first, *others = [pickle.loads(report.optimizers) for report in reports]  # sent by ranks of this run
     for other in others:
@@ -274,21 +280,30 @@ def _check(metadata: Metadata, expected: set[str]) -> None:
             raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}; {_SAME}", entry="save-covered")
 
 
-def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Check that every element of a tensor lies in exactly one of the boxes; return what is wrong, or "".
-
-    ``shape`` is that of the full tensor; each box is its offsets and sizes.
-    """
+def covered(shape: tuple[int, ...], boxes: Sequence[BoxSpan]) -> str:
+    """Check that every element of a tensor lies in exactly one of the boxes; return what is wrong, or ""."""
     for offsets, sizes in boxes:
         if any(start < 0 or start + size > end for start, size, end in zip(offsets, sizes, shape, strict=True)):
             return f"has a box outside of it, at {offsets} of sizes {sizes}"
-    ordered = sorted(boxes)
-    for number, (offsets, sizes) in enumerate(ordered):
-        for other, lengths in ordered[number + 1 :]:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
-                return f"has elements that two boxes contain, at {offsets} of sizes {sizes} and at {other} of {lengths}"
+    # How often each element is contained is the sum, over the corners before it, of these signs: equal signs are equal
+    # numbers of boxes everywhere, and no pair of boxes needs to be compared.
+    if _signed_corners(boxes) == _signed_corners([((0,) * len(shape), shape)]):
+        return ""
+    for (offsets, sizes), (other, lengths) in itertools.combinations(sorted(boxes), 2):
+        if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
+            return f"has elements that two boxes contain, at {offsets} of sizes {sizes} and at {other} of {lengths}"
     saved = sum(math.prod(sizes) for _, sizes in boxes)
-    return "" if saved == math.prod(shape) else f"has {math.prod(shape)} elements, of which {saved} are saved"
+    return f"has {math.prod(shape)} elements, of which {saved} are saved"
+
+
+def _signed_corners(boxes: Iterable[BoxSpan]) -> dict[tuple[int, ...], int]:
+    """The corners of boxes, counted with the sign of the number of their dimensions that end there."""
+    signs: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        ends = [((start, 1), (start + size, -1)) for start, size in zip(offsets, sizes, strict=True)]
+        for corner in itertools.product(*ends):
+            signs[tuple(place for place, _ in corner)] += math.prod(sign for _, sign in corner)
+    return {corner: sign for corner, sign in signs.items() if sign}
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------
@@ -296,7 +311,7 @@ def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple
 # user code runs in the main thread.
 
 
-def _gathered(report: _Report, group: ProcessGroup | None) -> list[_Report]:
+def _gathered(report: Report, group: ProcessGroup | None) -> list[Report]:
     """Gather the reports of all ranks on the first; an empty list elsewhere."""
     if group is None:
         return [report]
@@ -308,7 +323,7 @@ def _gathered(report: _Report, group: ProcessGroup | None) -> list[_Report]:
         try:
             reports.append(_received(rank, group))
         except RuntimeError as error:  # it has died; the error is sent to the other ranks
-            reports.append(_Report(error=f"rank {rank} could not be reached: {error}"))
+            reports.append(Report(error=f"rank {rank} could not be reached: {error}"))
     return reports
 
 
@@ -336,112 +351,3 @@ def _received(rank: int, group: ProcessGroup) -> Any:
     content = torch.empty(int(size), dtype=torch.uint8)
     group.recv([content], rank, 0).wait()
     return pickle.loads(content.numpy().tobytes())
-
-
-# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
-
-
-def chunk_of(offsets: tuple[int, ...], content: Tensor) -> ChunkStorageMetadata:
-    """The chunk metadata of a box in torch's index: its offsets, and the shape of ``content``."""
-    return ChunkStorageMetadata(torch.Size(offsets), content.shape)
-
-
-class BoxPlanner(SavePlanner):
-    """The save planner that gives the boxes of one rank to torch's writer."""
-
-    def __init__(self, items: Sequence[Item], tell: Tell = tell_nothing) -> None:
-        self._contents: dict[MetadataIndex, Tensor] = {}
-        self._items = list[WriteItem]()
-        self._tell, self._num_resolved = tell, 0
-        for key, shape, offsets, content in items:
-            index = MetadataIndex(key, offsets)
-            data = TensorWriteData(chunk_of(offsets, content), TensorProperties(content.dtype), torch.Size(shape))
-            self._contents[index] = content
-            self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the boxes are known."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Plan one write per box."""
-        return SavePlan(self._items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Raise ``NotImplementedError``: ranks plan independently."""
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the content of a box, of the shape of the box, and report progress."""
-        self._tell(write_item.index.fqn, self._num_resolved, len(self._items))
-        self._num_resolved += 1
-        return self._contents[write_item.index]
-
-
-@dataclass(frozen=True)
-class _Prefix:
-    """The prefix of a rank's file names, as torch's writer expects it in a plan."""
-
-    prefix: str
-
-
-class Writer(FileSystemWriter):
-    """torch's writer, which also records the sizes and digests of its files."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self.fs = _Digesting()
-
-    def write(self, boxes: BoxPlanner, rank: int) -> tuple[list[WriteResult], dict[str, dict[str, Any]]]:
-        """Write the file of a rank; return the location of each box, and size and digest of the file by its name."""
-        plan = SavePlan(boxes.create_local_plan().items, storage_data=_Prefix(f"__{rank}_"))
-        results = self.write_data(plan, boxes).wait() if plan.items else []
-        assert isinstance(self.fs, _Digesting)
-        return results, self.fs.files
-
-    def storage_meta(self) -> StorageMeta | None:
-        """The storage metadata, without the temporary path of the folder."""
-        return StorageMeta(save_id=self.save_id)
-
-
-class _Digesting(FileSystem):
-    """A file system that records the digest of each file that is written."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, dict[str, Any]] = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with super().create_stream(path, mode) as raw:
-            stream = _DigestedStream(raw)
-            yield stream
-            self.files[Path(path).name] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
-
-
-class _DigestedStream(io.RawIOBase):
-    def __init__(self, raw: Any) -> None:
-        self.digest, self.size = hashlib.sha256(), 0
-        self._raw = raw
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        self.digest.update(content)
-        self.size += memoryview(content).nbytes
-        self._raw.write(content)
-        return memoryview(content).nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        if not self._raw.closed:
-            self._raw.flush()
-
-    def fileno(self) -> int:
-        self._raw.flush()
-        return int(self._raw.fileno())

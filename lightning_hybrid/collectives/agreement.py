@@ -38,6 +38,11 @@ class StepBroken(Exception):
         self.reason, self.traces = reason, traces
         self.arguments: Sequence[object] = ()
 
+    def of(self, arguments: Sequence[object]) -> StepBroken:
+        """Keep the arguments of the step."""
+        self.arguments = arguments
+        return self
+
     def agreed(self, group: dist.ProcessGroup) -> Exception:
         """Return the error of the first rank of a group that has one; collective over it."""
         rows: list[str | None] = [None] * group.size()
@@ -60,17 +65,7 @@ class NumberExchange:
         is_broken: bool = False,
         device: torch.device,
     ) -> None:
-        """Start the exchange.
-
-        Args:
-            numbers: The same count and order on every rank.
-            group: The ranks of one replica.
-            names: Digest of the names of the numbers.
-            batch: Digest of the batch, which all ranks of a replica must share.
-            trace: Digest of the trace of the step.
-            is_broken: Whether this rank has no numbers, as it aborted the step.
-            device: The device on which the group communicates.
-        """
+        """Start the exchange of numbers, of one count and order on every rank, and digests; or of a broken step."""
         self._numbers = list(numbers)
         self._group = group
         self._device = device

@@ -16,16 +16,7 @@ _KEY = "lightning_hybrid/arrivals"
 
 
 def wait_until(is_done: Callable[[], bool], seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Ask again and again, after longer pauses each time, whether something in a store is done.
-
-    Args:
-        is_done: What is asked.
-        seconds: How long to ask.
-        is_over: Returns whether nothing more will come.
-
-    Returns:
-        Whether it was done before it was over, within the time.
-    """
+    """Ask again and again, after longer pauses, whether something in a store is done; False if time or it is over."""
     end, pause = time.monotonic() + seconds, 0.001
     while not is_done():
         if time.monotonic() > end or is_over():
@@ -43,10 +34,7 @@ def arrive(group: dist.ProcessGroup) -> int:
 def all_arrive(group: dist.ProcessGroup, arrived: int, seconds: float) -> bool:
     """Wait until all ranks have arrived in the round in which this one has; False if they do not within the time.
 
-    Args:
-        group: The ranks; no rank arrives twice before all have arrived once.
-        arrived: What ``arrive`` returned here.
-        seconds: How long to wait.
+    No rank arrives twice before all have arrived once.
     """
     wanted = -(-arrived // group.size()) * group.size()
     return wait_until(lambda: _store(group).add(_KEY, 0) >= wanted, seconds)

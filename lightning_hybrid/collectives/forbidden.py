@@ -26,11 +26,7 @@ POINT_TO_POINT = ("send", "recv", "recv_anysource")
 def collectives_forbidden(
     error: Callable[[str], Exception | None], groups: Collection[dist.ProcessGroup] | None = None
 ) -> Iterator[None]:
-    """Refuses collectives inside the context.
-
-    Args:
-        error: Returns the exception for the name of the collective that was called; None lets the call pass.
-        groups: Process groups that are refused; None for all of more than one rank.
+    """Refuses collectives inside the context, of these groups or all of several ranks, where there is an ``error``.
 
     Raises:
         Exception: The result of ``error``, at the call.

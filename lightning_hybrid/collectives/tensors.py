@@ -48,11 +48,7 @@ def exchange_tensors(
 ) -> list[list[Tensor]]:
     """Send tensors to each rank of a group, and receive tensors from each rank; one all-to-all, collective.
 
-    Args:
-        sent: For each rank of the group, dense tensors of any shapes and dtypes, on one device. The lists are emptied
-            once the message has their content.
-        arriving: For each rank of the group, what it sends to this one.
-        group: The ranks.
+    Dense tensors of any shapes are sent; their lists are emptied once the message has their content.
 
     Returns:
         For each rank of the group, the tensors of the given shapes, on the group's device; views of one message.
@@ -92,15 +88,7 @@ def _padded_size(spec: TensorSpec) -> int:
 def broadcast_tensor(
     value: Value, content: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """Broadcast a tensor of the recorded shape, or of any shape if that is dynamic, from the pipeline rank ``source``.
-
-    Args:
-        value: Its record in the step graph; gives shape and dtype.
-        content: The tensor on ``source``, None elsewhere.
-        source: Pipeline rank.
-        group: The ranks of one pipeline.
-        device: The device on which the group communicates.
-    """
+    """Broadcast a tensor of the recorded shape, or of any shape if that is dynamic, from a pipeline rank."""
     if group.size() == 1:
         assert content is not None
         return content.detach()

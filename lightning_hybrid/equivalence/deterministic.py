@@ -69,10 +69,8 @@ class DeterministicMode(TorchFunctionMode):
 def grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None) -> Tensor:
     """Computes ``torch.nn.functional.grouped_mm``; of fake tensors, a tensor of the right shape.
 
-    Args:
-        first: Of shape [G, M, K], or [M, K] whose rows (columns if ``second`` has two dims as well) are in groups.
-        second: Of shape [G, K, N], or [K, N] whose columns (rows) are in groups.
-        offsets: Of shape [G], the end of each group; what comes after the last one is 0 in the result.
+    An operand without a dim [G] has its rows or columns in groups that end at ``offsets`` [G]; what comes after
+    the last group is 0 in the result.
 
     Raises:
         RuntimeError: Rows of an operand are no multiples of 16 bytes, which torch refuses too.

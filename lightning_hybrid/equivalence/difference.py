@@ -26,13 +26,10 @@ class Difference(str):
 
 
 def difference_of(found: Any, wanted: Any, tolerance: float, *, full: Tensor | None = None) -> Difference | None:
-    """The difference between two values, or None: tensors are compared to a tolerance, other values by type.
+    """The difference between two values, or None: other values than tensors are compared by type.
 
-    Args:
-        found: A value of a sharded run; a tensor of any shape, or another object.
-        wanted: The same value of the full unit, of the same shape.
-        tolerance: Relative to the largest element of the full value.
-        full: The full value, of any shape, if ``wanted`` is a shard of it.
+    The tolerance is relative to the largest element of the wanted tensor, or of ``full`` if that is a shard of it;
+    found and wanted have one shape.
     """
     if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
         types = type(found).__name__, type(wanted).__name__

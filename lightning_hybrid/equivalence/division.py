@@ -37,15 +37,10 @@ _WIDTHS = ("dim", "size", "width", "features", "channels")
 
 @dataclass(frozen=True)
 class Division:
-    """Sizes that are divided by a factor.
+    """Sizes that are divided by a factor."""
 
-    Attributes:
-        factor: A power of two.
-        sizes: The sizes.
-    """
-
-    factor: int
-    sizes: frozenset[int]
+    factor: int  # a power of two
+    sizes: frozenset[int]  # the sizes
 
     def of(self, size: int) -> int:
         """The size in the narrow copy."""
@@ -136,12 +131,7 @@ _NONE = Division(1, frozenset())
 
 
 def copy_of_unit(unit: nn.Module, division: Division = _NONE, *, with_values: bool = False) -> nn.Module:
-    """A copy of a unit whose parameters are fake tensors in float64, on the CPU.
-
-    Args:
-        unit: The unit; its weights are not read.
-        division: The sizes to divide, of parameters, buffers and attributes.
-        with_values: Whether buffers have values, as far as those of the unit have; otherwise they are fake too.
+    """A copy of a unit whose parameters are fake tensors in float64, on the CPU; so are buffers, or they have values.
 
     Raises:
         TypeError: A parameter is no plain one.

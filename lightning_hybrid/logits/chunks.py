@@ -115,6 +115,15 @@ class Head:
         self.reads: dict[str, str] = {}
         self.chunks_of: tuple[int, ...] = ()
 
+    @property
+    def uses(self) -> tuple[bool, dict[str, str], tuple[int, ...]]:
+        """What its logits have been read by so far."""
+        return self.has_loss, dict(self.reads), self.chunks_of
+
+    def restore(self, uses: tuple[bool, dict[str, str], tuple[int, ...]]) -> None:
+        """Forget later reads than these."""
+        self.has_loss, self.reads, self.chunks_of = uses
+
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Logits of shape (..., vocabulary) from hidden states of shape (..., features); or the ranks' shards."""
         if not isinstance(self.rows, ShardedRows):

@@ -82,7 +82,7 @@ class ChunkedLoss:
     def step(self) -> Iterator[None]:
         """Around one run of a step: logits that it returns or stores are computed before weights change."""
         trains = torch.is_grad_enabled()
-        before = {fqn: (head.has_loss, dict(head.reads), head.chunks_of) for fqn, head in self.heads.items()}
+        before = {fqn: head.uses for fqn, head in self.heads.items()}
         hook = register_optimizer_step_pre_hook(lambda *_: self._settle("an optimizer's step"))
         try:
             yield
@@ -91,8 +91,8 @@ class ChunkedLoss:
             hook.remove()
             self._calls = weakref.WeakSet()
             if not trains:  # an evaluation tells nothing of the training step
-                for fqn, state in before.items():
-                    self.heads[fqn].has_loss, self.heads[fqn].reads, self.heads[fqn].chunks_of = state
+                for fqn, uses in before.items():
+                    self.heads[fqn].restore(uses)
         if trains:
             self._report()
 

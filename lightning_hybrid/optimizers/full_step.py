@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lightning_hybrid.optimizers.offloaded import OffloadedStates
+from lightning_hybrid.optimizers.moved import MovedStates
 from lightning_hybrid.optimizers.replacement import Place, replace_step
 from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile
 from lightning_hybrid.params import store
 
 
-class AllParametersStep(OffloadedStates):
+class AllParametersStep(MovedStates):
     """The offloaded states of one optimizer, moved together; of any number and shape, a growing history included."""
 
     def __init__(

@@ -54,12 +54,7 @@ class InPlaceSubsetStep:
 
 
 class StepsInBackward:
-    """The steps of one optimizer in the backward.
-
-    Attributes:
-        is_allowed: Whether parameters may be stepped in the present step: it completes the gradients, and is not
-            rolled back.
-    """
+    """The steps of one optimizer in the backward."""
 
     def __init__(
         self,
@@ -78,7 +73,7 @@ class StepsInBackward:
                 where reducers do.
             names: FQNs of parameters by their ids, for messages.
         """
-        self.is_allowed = False
+        self._is_allowed = False
         self._optimizer, self._subset, self._names = optimizer, subset, names
         self._layers = [list(layer) for layer in layers]
         self._layer_of = {id(p): number for number, layer in enumerate(self._layers) for p in layer}
@@ -90,9 +85,13 @@ class StepsInBackward:
         self._original = optimizer.step
         self._undo = step_after_closure(optimizer, self._finish, Place.BACKWARD, reason="steps in the backward")
 
+    def allow(self, is_allowed: bool) -> None:
+        """Step parameters in the present step's backward: it completes the gradients, and is not rolled back."""
+        self._is_allowed = is_allowed
+
     def begin_backward(self, *, is_last: bool) -> None:
         """Begin a backward of this rank; ``is_last`` tells whether it completes the gradients of its parameters."""
-        self._is_last = is_last and self.is_allowed
+        self._is_last = is_last and self._is_allowed
         if not self._is_last:
             return
         self._present = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -125,7 +124,7 @@ class StepsInBackward:
         Raises:
             BackwardStepError: One of them has been stepped in this step already.
         """
-        if not self.is_allowed:
+        if not self._is_allowed:
             return
         present = self._present or {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         ready = [p for p in parameters if id(p) in present and not is_absent(p) and p.grad is not None]
@@ -162,7 +161,7 @@ class StepsInBackward:
 
     def reset(self) -> None:
         """End a step: no parameter is stepped until the next one is allowed to."""
-        self.is_allowed = self._is_last = False
+        self._is_allowed = self._is_last = False
         self._stepped.clear()
         self._present = set()
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.host_copies import HostCopies
 from lightning_hybrid.optimizers.host_pipeline import HostStepPipeline
-from lightning_hybrid.optimizers.offloaded import OffloadedStates
+from lightning_hybrid.optimizers.moved import MovedStates
 from lightning_hybrid.optimizers.replacement import (
     Place,
     only_parameters,
@@ -32,7 +32,7 @@ from lightning_hybrid.params import store
 from lightning_hybrid.step.standins.tensors import is_absent
 
 
-class LayerwiseStep(OffloadedStates):
+class LayerwiseStep(MovedStates):
     """The states of one optimizer that treats each parameter by itself."""
 
     def __init__(

@@ -134,6 +134,10 @@ class UnsplitSteps:
             )
         return False
 
+    def add(self, *names: str) -> None:
+        """Split no batch of these steps from now on."""
+        self.names.update(names)
+
     def adopt(self, name: str, reason: str) -> bool:
         """Split no batch of a step from now on, for this reason; returns True."""
         self._warn(name, reason)

@@ -131,6 +131,10 @@ class Entry:
             return "sum"
         return "max" if len(set(values)) == 1 else by_name
 
+    def set_value(self, value: float) -> None:
+        """Let every microbatch have the value of the batch."""
+        self.values = [value] * len(self.values)
+
     def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
         """A copy of the entry with the values and sizes of other microbatches."""
         return dataclasses.replace(self, values=values, sizes=sizes)

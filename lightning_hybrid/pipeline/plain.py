@@ -134,7 +134,7 @@ class PlainRunner(MicrobatchRunner):
             self.recording_error = variant
             return
         with contextlib.ExitStack() as watching:
-            for watch in self.unit_observers:
+            for watch in self._unit_observers:
                 watching.enter_context(watch(variant))
             units = variant.recording.units
             for guesses in GUESSES:
@@ -222,7 +222,7 @@ class PlainRunner(MicrobatchRunner):
         has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
         is_read = call.is_manual or (call.shares_output and has_other_outputs)
         if call.trains and not is_read and self._sharing.size > 1:
-            loop.outputs = []
+            loop.forget_outputs()
         results = loop.results(weights, loss_weights, self._weighting.now.keys)
         results = self._exchange(results, share, changes, loop.calls)
         if runs_share and not self.runs_shares:  # the results are those of a share
@@ -254,12 +254,16 @@ class PlainRunner(MicrobatchRunner):
         self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]
     ) -> MicrobatchResults:
         """Gather the results of all shares of a batch, and learn what the step has changed on the modules."""
-        results.metric_calls, results.reductions = self._metrics.calls.calls, dict(self._weighting.now.reductions)
+        results = dataclasses.replace(
+            results,
+            metric_calls=self._metrics.calls.calls,
+            reductions=dict(self._weighting.now.reductions),
+            checksum=share.checksum,
+        )
         if changes is not None:
-            results.calls = frozenset(calls)
-            results.news = CHANGES_MODULES if changes.something() else RUNS_OTHER_LINES if calls - self._calls else 0
+            news = CHANGES_MODULES if changes.something() else RUNS_OTHER_LINES if calls - self._calls else 0
+            results = dataclasses.replace(results, calls=frozenset(calls), news=news)
         if share.ranks > 1:
-            results.checksum = share.checksum
             results = self._sharing.gather(results)
         if self.needs_weighting_check:
             self._first_changes, self._calls = changes, self._calls | calls
@@ -268,10 +272,19 @@ class PlainRunner(MicrobatchRunner):
             self._learn(results.news if is_gathered else self._sharing.max_over_ranks(results.news))
         return results
 
-    def recheck_weighting(self) -> None:
-        """Compare the next batch with its shares again: the weights of loss terms may depend on the step number."""
-        if self.runs_shares:
+    def recheck_weighting(self, *, always: bool = False) -> None:
+        """Compare the next batch with its shares again: the weights of loss terms may depend on the step number.
+
+        Where no shares are run, only if ``always``: microbatches have another size now.
+        """
+        if always:
+            self.needs_weighting_check = True
+        elif self.runs_shares:
             self._leaves_changes, self.needs_weighting_check = None, True
+
+    def forget_recording(self) -> None:
+        """Drop why the step could not be recorded: its frames refer to tensors of the recording."""
+        self.recording_error = None
 
     def _learn(self, news: int) -> None:
         """Adopt the changes that any rank has found after a training batch: the next one may have to run unsplit."""
@@ -352,7 +365,7 @@ class PlainRunner(MicrobatchRunner):
         batch = call.batch
         # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
-            how = self.splitter, self._randomness, around, self.is_fatal, self._metrics.calls.origin
+            how = self.splitter, self._randomness, around, self._is_fatal, self._metrics.calls.origin
             found = measure_weighting(self._root, once, batch, count, *how)
             self.active.settle()  # what follows is collective, and other ranks may still gather layers
             if not has_room:
@@ -360,7 +373,7 @@ class PlainRunner(MicrobatchRunner):
             one, parts, samples, losses = found.first_with_weights(halves(batch, count, self.splitter))
             compared = compare_gradients(
                 *(self._root, once, one, parts, samples, losses, self._randomness, around, self.guards.off),
-                *(self._sharing.any_rank, self.is_fatal),
+                *(self._sharing.any_rank, self._is_fatal),
                 is_nonlinear=bool(self._has_backward_code),
                 calls_hooks=self._sharing.size > 1,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,12 +43,10 @@ class MicrobatchRunner(ABC):
     Attributes:
         plan: The ranks that own each parameter and unit.
         splitter: Splits batches, where the user has passed one.
-        unit_observers: All entered with the trace of the first step while that step is recorded again.
         unpartitioned: Runs evaluation steps that cannot be partitioned, and code outside of steps.
         guards: Track whether user code runs, which reads full parameters, or a backward.
         active: The techniques that run layers.
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
-        is_fatal: Whether an error in a comparison of microbatches is raised; they weigh by samples otherwise.
         batch_bytes: Bytes of the tensors in the first batch, by name of a step.
         is_comparing: Whether a batch is compared with its microbatches now: nothing may be rounded at random.
     """
@@ -66,10 +64,10 @@ class MicrobatchRunner(ABC):
     ) -> None:
         """Set up for one module."""
         self.plan, self.splitter, self.unpartitioned = plan, splitter, unpartitioned
-        self.unit_observers: list[Callable[[TraceVariant], AbstractContextManager[Any]]] = []
+        self._unit_observers: list[Callable[[TraceVariant], AbstractContextManager[Any]]] = []
         self.guards = ReadGuards()
         self.active = Active()
-        self.is_fatal: Callable[[Exception], bool] = lambda error: False
+        self._is_fatal: Callable[[Exception], bool] = lambda error: False
         self.gathers_outputs = self.is_comparing = False
         self.batch_bytes: dict[str, int] = {}
         self._root, self._randomness, self._metrics = plan.root, plan.randomness, metrics
@@ -99,6 +97,14 @@ class MicrobatchRunner(ABC):
         """Run layers as techniques do, from the next step on."""
         self.active = active
         self.unpartitioned.active = active
+
+    def observe_units(self, observers: Sequence[Callable[[TraceVariant], AbstractContextManager[Any]]]) -> None:
+        """Enter these contexts with the trace of the first step, while that step is recorded again."""
+        self._unit_observers = list(observers)
+
+    def raise_in_comparisons(self, is_fatal: Callable[[Exception], bool]) -> None:
+        """Raise these errors in comparisons of microbatches; after others, microbatches weigh by samples."""
+        self._is_fatal = is_fatal
 
     def use_microbatches(self, count: int) -> None:
         """Split full batches into so many microbatches from now on."""

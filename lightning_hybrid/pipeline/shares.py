@@ -228,7 +228,7 @@ class MicrobatchResults:
         value_of = metrics.values()
         for entry in self.entries if self.metric_calls else ():
             if (value := value_of(entry.metric, entry.origin)) is not None:
-                entry.values = [value] * len(entry.values)
+                entry.set_value(value)
 
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the full batch, of the microbatches that have logged it."""
@@ -334,6 +334,10 @@ class MicrobatchLoop:
         if backwards.are_run:
             with runner.guards.off():  # a reducer that read full gradients would average those
                 backwards.reduce(0)
+
+    def forget_outputs(self) -> None:
+        """Keep no return values: no code reads them."""
+        self.outputs = []
 
     def _backward(self, output: Any, seed: float, index: int) -> Tensor | None:
         """Run the backward of a microbatch, which weighs its loss by ``seed`` in all; returns its detached loss."""

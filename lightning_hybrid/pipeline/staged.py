@@ -64,7 +64,7 @@ class StepRunner(MicrobatchRunner):
     def connect(self, active: Active) -> None:
         """Run layers as techniques do, from the next step on."""
         super().connect(active)
-        self._executor.active = active
+        self._executor.connect(active)
 
     def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
         """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""
@@ -77,7 +77,7 @@ class StepRunner(MicrobatchRunner):
         if not has_recorded_means or weighting.counts or weighting.mixes:
             self.has_weighted_means, self.recorded_means = False, frozenset()
         if weighting.mixes:
-            self._unsplit.names |= _OBJECTIVES
+            self._unsplit.add(*_OBJECTIVES)
 
     @property
     def can_roll_back_step(self) -> bool:
@@ -95,7 +95,7 @@ class StepRunner(MicrobatchRunner):
 
     def run_unsplit(self, name: str) -> None:
         """Split no batch of a step from now on."""
-        self._unsplit.names.add(name)
+        self._unsplit.add(name)
 
     def record(self, call: Call) -> None:
         """Record a step on an example batch before the run; the first one decides the partition into stages."""
@@ -104,9 +104,9 @@ class StepRunner(MicrobatchRunner):
         self.has_weighted_means = call.trains and self._loss_shares.weighs(call, given)
         if call.trains:
             self.recorded_means = self._loss_shares.recorded_terms(call, given)
-        if self.unit_observers:
+        if self._unit_observers:
             with contextlib.ExitStack() as watching:
-                for watch in self.unit_observers:
+                for watch in self._unit_observers:
                     watching.enter_context(watch(given.variants[0]))
                 step, units = call.on(given.parts[0]), given.variants[0].recording.units
                 record_once(self.plan, call.name, step, units, call.context, train=call.trains)
@@ -142,7 +142,7 @@ class StepRunner(MicrobatchRunner):
         if call.trains and self._loss_shares.unknown and len(given) > 1:
             why = f"{self._loss_shares.unknown}: a mean over entries that a mask or labels select"
             self._unsplit.adopt(call.name, why)
-            self._unsplit.names |= _OBJECTIVES
+            self._unsplit.add(*_OBJECTIVES)
         elif not call.trains and self._loss_shares.are_incomparable(given.variants):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self.run_unsplit(call.name)
@@ -228,7 +228,7 @@ class StepRunner(MicrobatchRunner):
         runs = [outcome.runs[index] for index in range(len(given))]
         output, loss = join_results(call, given, runs, content, weights, appended, side_effects, self._root)
         broadcast_buffers(self.plan, given.variants)
-        self.unpartitioned.has_stale_copies = True
+        self.unpartitioned.mark_stale()
         return StepResult(output, loss, logged)
 
     def _snapshot(self, call: Call, given: Microbatches) -> StepSnapshot:

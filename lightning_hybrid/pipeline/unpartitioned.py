@@ -89,6 +89,10 @@ class UnpartitionedSteps:
         self.has_recorded, self._fails_alone = has_recorded, fails_alone
         self._agreement = HookAgreement(replica, randomness.device, meet)
 
+    def mark_stale(self) -> None:
+        """A step has run in stages, whose ranks alone have what it has written."""
+        self.has_stale_copies = True
+
     def add_step(self, name: str, reason: Exception, *, is_on_all_ranks: bool = False) -> None:
         """Let every rank run a step unpartitioned from now on; raise the reason where other ranks have recorded it.
 

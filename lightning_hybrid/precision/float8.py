@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import Float8Error
-from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.layout import SIZE_OPTIONS, ParallelLayout
 from lightning_hybrid.precision.capability import FLOAT8, dotted
 
 _MULTIPLE = 16  # of the sizes that the products of a GPU take
@@ -64,12 +64,12 @@ class Float8:
         Raises:
             Float8Error: There are tensor, context or expert ranks.
         """
-        for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"):
-            if (size := getattr(layout, name)) > 1:
+        for axis in ("tp", "cp", "ep"):
+            if (size := layout.by_axis[axis]) > 1:
                 raise Float8Error(
-                    f"{name}={size} shards the tensors of a layer over ranks, but float8 scales each tensor by its"
-                    f" largest element, which is on one of them; set {name}=1 (stages, replicas and zero_stage work),"
-                    " or leave float8 out",
+                    f"{SIZE_OPTIONS[axis]}={size} shards the tensors of a layer over ranks, but float8 scales each"
+                    f" tensor by its largest element, which is on one of them; set {SIZE_OPTIONS[axis]}=1 (stages,"
+                    " replicas and zero_stage work), or leave float8 out",
                     entry="float8-layout",
                 )
 

@@ -8,7 +8,9 @@ The functions of torch that draw random numbers, and which calls of them do.
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,12 @@ import numpy
 import torch
 
 from lightning_hybrid.step.objects.names import names
+
+
+def mix(*numbers: int) -> int:
+    """Return a seed of 63 bits: the BLAKE2b digest of the numbers modulo 2**64, equal on every machine and version."""
+    content = struct.pack(f"<{len(numbers)}Q", *(number & 0xFFFFFFFFFFFFFFFF for number in numbers))
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
 class GeneratorStates:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.randomness.generators import GeneratorStates, accelerator_generator, draws
+from lightning_hybrid.randomness.generators import GeneratorStates, accelerator_generator, draws, mix
 
 _ATTENTION = "multi_head_attention_forward"
 _BY_SHAPE = frozenset({"rand", "randn"})
@@ -69,7 +69,7 @@ class KeyedRandomness:
 
     def microbatch(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Key the draws inside by the number of the batch, and of the microbatch over all replicas."""
-        return _Microbatch(self, hash((self.seed, step, microbatch)))
+        return _Microbatch(self, mix(self.seed, step, microbatch))
 
     @property
     def microbatch_key(self) -> int | None:
@@ -80,7 +80,7 @@ class KeyedRandomness:
     def rows_of_microbatches(self, step: int, microbatches: Collection[int], sizes: Collection[int]) -> Iterator[None]:
         """Inside of ``microbatch``, let rows of a full batch draw what they draw in microbatches of these sizes."""
         before = self._parts
-        bases = (hash((self.seed, step, microbatch)) for microbatch in microbatches)
+        bases = (mix(self.seed, step, microbatch) for microbatch in microbatches)
         self._parts = tuple(zip(bases, sizes, strict=True))
         try:
             yield
@@ -137,7 +137,7 @@ class KeyedRandomness:
         return result
 
     def _seed(self, base: int, module: int, drawn: int) -> None:
-        key = hash((base, module, drawn)) & 0x7FFFFFFFFFFFFFFF
+        key = mix(base, module, drawn)
         torch.default_generator.manual_seed(key)
         accelerator = accelerator_generator(self.device)
         if accelerator is not None:

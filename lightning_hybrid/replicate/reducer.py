@@ -100,12 +100,11 @@ class GradientReducer:
         self._copies = dict(copies or {})
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
-        self.observer = observer
+        self._observer = observer
         self.average: CompressedAverage | None = None
         self.is_local = False
         self.unaveraged: dict[int, str] = {}
-        # Called with parameters whose averages have arrived, also in the backward; it may free their gradients.
-        self.on_averages: Callable[[Sequence[nn.Parameter]], None] | None = None
+        self._on_averages: Callable[[Sequence[nn.Parameter]], None] | None = None
 
         self._buckets: list[GradientBucket] = []
         self._bucket_of: list[GradientBucket | None] = [None] * len(self._parameters)
@@ -131,6 +130,14 @@ class GradientReducer:
     def compress(self, average: CompressedAverage) -> None:
         """Sends messages in compressed form from now on."""
         self.average = average
+
+    def observe(self, observer: GradientObserver) -> None:
+        """Lets an observer see gradients before and after they are averaged."""
+        self._observer = observer
+
+    def call_on_averages(self, call: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        """Calls a function with parameters whose averages have arrived, also in the backward; it may free them."""
+        self._on_averages = call
 
     def step_alone(self, is_local: bool) -> None:
         """Leaves this rank's gradients as they are, or averages them, from now on."""
@@ -171,8 +178,8 @@ class GradientReducer:
         """
         if self.is_local:
             return
-        if self._size == 1 and self.on_averages is not None:
-            self.on_averages(self._parameters)
+        if self._size == 1 and self._on_averages is not None:
+            self._on_averages(self._parameters)
         if self._size == 1 or not self._parameters:
             return
         if not self._armed:
@@ -190,9 +197,9 @@ class GradientReducer:
                 self._launch_next()
             sparse |= self._wait_for(added)[1]
         self._average_sparse(sparse)
-        if self.observer is not None:
+        if self._observer is not None:
             for bucket in self._buckets:
-                self.observer.after_average([self._parameters[i] for i in bucket.indices if i not in sparse])
+                self._observer.after_average([self._parameters[i] for i in bucket.indices if i not in sparse])
         if sparse:
             # Parameters of a bucket had sparse gradients; from now on they are averaged by themselves.
             self._sparse = sorted({*self._sparse, *sparse})
@@ -248,11 +255,11 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if self.observer is not None:
-            self.observer.before_average(bucket.parameters)
+        if self._observer is not None:
+            self._observer.before_average(bucket.parameters)
         names = [self._names[index] for index in bucket.indices]
         bucket.launch(self._group, names, self.average, has_unbucketed=self._has_unbucketed)
-        if self.on_averages is not None and self.average is None:
+        if self._on_averages is not None and self.average is None:
             for earlier in self._buckets[: self._next - 1]:  # what has arrived; waiting for more could wait for ever
                 if isinstance(earlier.work, dist.Work) and earlier.work.is_completed():
                     self._receive(earlier)
@@ -279,16 +286,16 @@ class GradientReducer:
     def _receive(self, bucket: GradientBucket) -> None:
         """Waits for one bucket and sets its averages as `grad`."""
         averaged = bucket.receive(self._size)
-        if self.on_averages is not None:
-            self.on_averages(averaged)
+        if self._on_averages is not None:
+            self._on_averages(averaged)
             if len(averaged) == len(bucket.parameters) and all(p.grad is None for p in averaged):
                 bucket.free()
 
     def _average_sparse(self, found: dict[int, Tensor]) -> None:
         for index in sorted({*self._sparse, *found}):
             parameter, dense = self._parameters[index], found.get(index)
-            if self.observer is not None and dense is None:
-                self.observer.before_average([parameter])
+            if self._observer is not None and dense is None:
+                self._observer.before_average([parameter])
             # In the step in which it is found, a dense gradient of this rank is in the bucket's average already.
             gradient = parameter.grad
             if dense is not None and gradient is not None and not gradient.is_sparse:
@@ -298,8 +305,8 @@ class GradientReducer:
                 assert average is not None
                 average = (average + dense.to(parameter.dtype).to_sparse(1)).coalesce()
             parameter.grad = average
-            if self.observer is not None:
-                self.observer.after_average([parameter])
+            if self._observer is not None:
+                self._observer.after_average([parameter])
 
     # --- agreeing ----------------------------------------------------------------------------------------------------
 
@@ -406,15 +413,10 @@ class JointReducer:
         """FQNs of the parameters whose gradients are averaged, in the order that all ranks must share."""
         return [name for reducer in self._reducers for name in reducer.names]
 
-    @property
-    def observer(self) -> GradientObserver | None:
-        """The observer of gradients before and after they are averaged."""
-        return self._reducers[0].observer
-
-    @observer.setter
-    def observer(self, observer: GradientObserver | None) -> None:
+    def observe(self, observer: GradientObserver) -> None:
+        """Let an observer see gradients before and after they are averaged."""
         for reducer in self._reducers:
-            reducer.observer = observer
+            reducer.observe(observer)
 
     @property
     def average(self) -> CompressedAverage | None:

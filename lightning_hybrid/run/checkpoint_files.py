@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +25,7 @@ from lightning_hybrid.checkpoint.background import BackgroundSave
 from lightning_hybrid.checkpoint.local import OwnedShards, unsharded
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
+from lightning_hybrid.patching import replace
 from lightning_hybrid.randomness.generators import plain_generator_states, restore_plain_states
 from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.run.setting import needs_runner
@@ -45,17 +47,19 @@ class CheckpointFiles:
         seed: Of keyed randomness, from the checkpoint that was loaded; None if none was.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self.seed: int | None = None
         self._background = BackgroundSave()
+        self._reading_shards = contextlib.ExitStack()  # when closed, Lightning's checkpoints read full states
         self._buffers: HostBuffers | None = None  # of the run, once it saves beside training
         self._writers: tuple[Any, ProcessGroup | None] | None = None
         self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
-    def connect(self, module: pl.LightningModule, world: RankWorld, state: FullOrShardedState) -> None:
-        """Bind to one module, its ranks and its state."""
-        self._module, self._world, self._state = module, world, state
+    def connect(
+        self, module: pl.LightningModule, world: RankWorld, state: FullOrShardedState, options: Options
+    ) -> None:
+        """Bind to one run: its module, ranks and state, and its options, which are planned by now."""
+        self._module, self._world, self._state, self._options = module, world, state, options
 
     def adopt_seed(self, seed: int) -> int:
         """Return the seed of the loaded checkpoint, or of an earlier run; the agreed one if there is none."""
@@ -82,9 +86,11 @@ class CheckpointFiles:
                     " still writing, so a kill would leave a link to nothing; set save_last=True, whose checkpoint is"
                     " replaced when the new one is complete"
                 )
-        connector: Any = self._module.trainer._checkpoint_connector
+        connector = self._module.trainer._checkpoint_connector
         # Other callers of `lightning_module_state_dict()` mean full tensors.
-        connector._get_lightning_module_state_dict = self.local_state
+        reads, why = "_get_lightning_module_state_dict", "each rank writes its own shards"
+        self._reading_shards.close()
+        self._reading_shards.callback(replace(connector, reads, self.local_state, reason=why))
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -98,22 +104,23 @@ class CheckpointFiles:
             self._world.rendezvous("trainer.save_checkpoint(...)")
             state.optimizers.check_files()
         with state.unguarded(), torch._C.DisableTorchFunction():
-            if not state.is_full:
-                return state.local_states.module()
-            local = state.local_states.tensors()
             # The module's own method may leave something out, or add to it.
-            returned = self._module.state_dict()
-        for name, value in returned.items():
+            return self._divided(self._module.state_dict()) if state.is_full else state.local_states.module()
+
+    def _divided(self, full: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict of the full module with what this rank may have to write of each tensor."""
+        local, divided = self._state.local_states.tensors(), dict(full)
+        for name, value in full.items():
             if isinstance(value, Tensor):
                 shards = local.get(name)
-                returned[name] = shards if _is_same_tensor(value, shards) else unsharded(value, counts=self._is_first)
-        return returned
+                divided[name] = shards if _is_same_tensor(value, shards) else unsharded(value, counts=self._is_first)
+        return divided
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module, sharded as the module is, as a checkpoint has it."""
         if self._options.save_distributed_checkpoint:
             return self._state.local_states.module(copy)
-        return self._state.averaged_state(copy)
+        return self._state.gathered(copy)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as a checkpoint has it: local shards by FQN, or all on the first rank."""
@@ -173,6 +180,8 @@ class CheckpointFiles:
                 self._buffers = HostBuffers()
             buffers = self._buffers if beside else None
             drawn = plain_generator_states(world.device)
+            if self._state.is_full and isinstance(state.get("state_dict"), Mapping):  # after a run it is one of tensors
+                state["state_dict"] = self._divided(state["state_dict"])
             mesh, description = self._state.mesh, self._metadata(state)
             save = prepare(state, path, mesh, description, buffers=buffers, generators=drawn)
             if not beside or save.error is not None:
@@ -215,16 +224,10 @@ class CheckpointFiles:
         }
 
     def _axis_sizes(self) -> dict[str, int]:
-        layout = self._world.layout
-        sizes = {**dict(zip(AXES, layout.sizes, strict=True)), "ep": layout.expert_parallel_size}
-        return {**sizes, "stages_per_rank": self._state.stages_per_rank}
+        return {**self._world.layout.by_axis, "stages_per_rank": self._state.stages_per_rank}
 
     def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
-        """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``."""
         self._background.wait(on_error=on_error)
 
     def remove(self, filepath: Any, remove_file: Callable[[Any], None]) -> None:
@@ -238,6 +241,8 @@ class CheckpointFiles:
         """Wait for the checkpoint being written at the end of a run."""
         self._buffers = None
         self.wait()
+        if self._state.is_full or self._state.has_failed:  # else checkpoints after the run are of shards too
+            self._reading_shards.close()
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

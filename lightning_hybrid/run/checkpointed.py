@@ -33,7 +33,7 @@ class CheckpointedStrategy(RankedStrategy):
         self.options = options  # read where Lightning's own sets the module
         self._compiles_as_module: Callable[[], Any] | None = None  # refers to the module that the user has compiled
         super().__init__(options, **lightning)
-        self._files = CheckpointFiles(options)
+        self._files = CheckpointFiles()
         self._state: FullOrShardedState | None = None
         self._empty: EmptyInit | None = None
 
@@ -41,7 +41,7 @@ class CheckpointedStrategy(RankedStrategy):
         """Pickle neither a module's state nor open files."""
         return {
             **super().__getstate__(),
-            "_files": CheckpointFiles(self.options),
+            "_files": CheckpointFiles(),
             "_state": None,
             "_compiles_as_module": None,
         }
@@ -87,7 +87,7 @@ class CheckpointedStrategy(RankedStrategy):
         fits = module._trainer is None or module._trainer.state.fn == "fit"
         kept = None if fits or self._state is None else self._state.optimizers
         self._state = FullOrShardedState(module, self.world, kept)
-        self._files.connect(module, self.world, self._state)
+        self._files.connect(module, self.world, self._state, self.options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Gather the state dict of the full module on the first rank; collective."""

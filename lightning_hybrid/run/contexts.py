@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError, add_error_note
-from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.layout import SIZE_OPTIONS, ParallelLayout
 from lightning_hybrid.strategies.logs.reduction import captured_loggers
 from lightning_hybrid.strategies.user_code.hooks import current_hook
 from lightning_hybrid.strategies.world.evaluation import forbid_unmatched_collectives
@@ -84,7 +84,6 @@ class StepContexts:
 
 def _advise(error: Exception, layout: ParallelLayout) -> None:
     """Replace an error's advice to have no stages where there are none: the step is recorded for the other sizes."""
-    names = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size")
-    changes = [f"{name}=1" for name in names if getattr(layout, name) > 1]
+    changes = [f"{SIZE_OPTIONS[axis]}=1" for axis in ("tp", "cp", "ep") if layout.by_axis[axis] > 1]
     if layout.pipeline_parallel_size == 1 and changes:
         error.args = (str(error).replace(WITHOUT_STAGES, f"set {' and '.join(changes)}"), *error.args[1:])

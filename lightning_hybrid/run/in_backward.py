@@ -18,7 +18,7 @@ from lightning_hybrid.techniques.reducers import Reducers
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
-    from lightning_hybrid.optimizers.offloaded import OffloadedStates
+    from lightning_hybrid.optimizers.moved import MovedStates
 
 # Hooks that run when some parameters are stepped already, and gradients are freed, and may read or change both.
 _HOOKS = (
@@ -37,7 +37,7 @@ def connect_steps_in_backward(
     run: Run,
     optimizers: Sequence[Optimizer],
     watched: Collection[Optimizer],
-    offloaded: Sequence[OffloadedStates],
+    moved: Sequence[MovedStates],
     reducers: Reducers,
 ) -> StepsInBackward | None:
     """Step parameters as soon as their gradients are averaged, if the user wants it.
@@ -46,7 +46,7 @@ def connect_steps_in_backward(
         run: Under its present layout.
         optimizers: Of the Trainer.
         watched: Those that may combine all parameters in their step.
-        offloaded: Those whose states are offloaded.
+        moved: Those whose states are elsewhere between steps.
         reducers: Average gradients, by stage.
 
     Raises:
@@ -60,7 +60,7 @@ def connect_steps_in_backward(
     from lightning_hybrid.techniques.offload import parameters_by_layer
 
     check_setting(setting)
-    if any(reducer.observer is not None for reducer in reducers.values()) or has_adascale(setting.trainer):
+    if has_adascale(setting.trainer):
         raise _refusal("a callback observes the averages of gradients", "remove the callback")
     [optimizer] = optimizers
     check_optimizer(optimizer, is_watched=any(other is optimizer for other in watched))
@@ -71,7 +71,7 @@ def connect_steps_in_backward(
     is_local = not run.active.reduces_gradients and run.mesh.size("data") == 1 and not is_partitioned
     steps = StepsInBackward(
         optimizer,
-        next((each for each in offloaded if isinstance(each, LayerwiseStep)), None) or InPlaceSubsetStep(optimizer),
+        next((each for each in moved if isinstance(each, LayerwiseStep)), None) or InPlaceSubsetStep(optimizer),
         parameters_by_layer(setting.module, run.plan) if is_local else [],
         names={id(p): name for name, p in setting.module.named_parameters()},
     )
@@ -79,7 +79,7 @@ def connect_steps_in_backward(
     for stage, reducer in reducers.items():
         # With stages, those of None are summed over stages after they are averaged.
         if isinstance(reducer, GradientReducer) and (stage is not None or not is_partitioned):
-            reducer.on_averages = steps.step
+            reducer.call_on_averages(steps.step)
     run.active.step_in_backward(steps.step_shards)
     return steps
 
@@ -99,9 +99,8 @@ def check_setting(setting: Setting) -> None:
         raise _refusal(f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients at once", "leave it out")
     if setting.options.verify_first_step:
         raise _refusal("verify_first_step=True compares gradients before the optimizer steps", "set it to False")
-    if setting.layout.expert_parallel_size > 1:
-        size = setting.layout.expert_parallel_size
-        raise _refusal(f"expert_parallel_size={size} exchanges gradients after the backward", "set it to 1")
+    if setting.layout.joins_replicas:
+        raise _refusal(f"{setting.layout.option('ep')} exchanges gradients after the backward", "set it to 1")
     changing = [each for each in setting.options.techniques or () if getattr(each, "changes_gradients", False)]
     if changing:
         raise _refusal(f"{type(changing[0]).__name__} changes complete gradients, which are freed then", "leave it out")

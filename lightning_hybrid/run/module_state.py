@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.checkpoint.full import (
-    gather_module_state,
     load_module_state,
     shard_loading_hook,
     state_mismatches,
@@ -216,10 +215,16 @@ class FullOrShardedState:
         self._world.rendezvous("trainer.save_checkpoint(...) or lightning_module_state_dict()")
         self.optimizers.check_files()
         with self.unguarded():
-            if not is_in_first_copy(self._world):
-                return {}
-            keep = self._world.data_rank == 0
-            return gather_module_state(self._module, self._run.plan, self._shards, keep=keep)
+            return self.gathered()
+
+    def gathered(self, copy: nn.Module | None = None) -> dict[str, Any]:
+        """Gather the state dict of the sharded module, or of an average, sharded alike, on the first rank; collective.
+
+        The ranks meet before.
+        """
+        if not is_in_first_copy(self._world):
+            return {}
+        return self.local_states.full_module(copy, keep=self._world.data_rank == 0)
 
     def share_metrics(self) -> None:
         """Broadcast the states of metrics that only one rank of a pipeline has; collective.
@@ -232,14 +237,6 @@ class FullOrShardedState:
             and not (self._failed or self._world.is_disconnected)
         ):
             self._run.metrics.broadcast_all_states()
-
-    def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
-        """Gather the state dict of an average of the weights, which is sharded as the module is; collective."""
-        assert self._run is not None and self._run.plan is not None
-        if not is_in_first_copy(self._world):
-            return {}
-        keep = self._world.data_rank == 0
-        return gather_module_state(copy, self._run.plan, self._shards, is_copy=True, keep=keep)
 
     def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyInit | None], *, strict: bool) -> None:
         """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.

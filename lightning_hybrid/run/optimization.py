@@ -42,7 +42,6 @@ from lightning_hybrid.techniques.fused_adam import fuse_steps
 from lightning_hybrid.techniques.reducers import Reducers, connect_gradients
 
 if TYPE_CHECKING:
-    from lightning_hybrid.optimizers.offloaded import OffloadedStates
     from lightning_hybrid.pipeline.stages.plan import StagePlan
 
 
@@ -67,12 +66,14 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
     setting, undo = run.setting, run.until_end
     _check_optimizers(optimizers, run.plan)
     check_quantized_states(optimizers, setting.options, is_sharded=bool(run.parts))
+    for technique in run.techniques:
+        technique.check_optimizers(run, optimizers)
     reducers, tied, counted = connect_gradients(
         setting.module,
         run.plan,
         run.mesh,
         averages=not run.active.reduces_gradients or setting.is_manual,
-        experts=run.names_over("ep"),
+        unreplicated=run.names_over("ep"),
         reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
         sharded=run.parts.names,
     )
@@ -86,7 +87,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
     _step_in_float32(run, optimizers)
     full = _step_full_parameters(run, owner, optimizers)
     watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
-    offloaded = _offload(run, optimizers, [*watched, *full])
+    moved = [s for each in run.techniques for s in each.move_states(run, optimizers, [*watched, *full])]
     if setting.is_manual:
         watched += _shard_manual_steps(run, optimizers)
     if has_adascale(setting.trainer):
@@ -95,9 +96,9 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         reducers=reducers,
         tied=tied,
         buffers=_broadcast_buffers(run),
-        offloaded=tuple(offloaded),
+        moved=tuple(moved),
         watched=tuple(watched),
-        in_backward=connect_steps_in_backward(run, optimizers, watched, offloaded, reducers),
+        in_backward=connect_steps_in_backward(run, optimizers, watched, moved, reducers),
         connected=ConnectedOptimizers(
             optimizers,
             setting.module,
@@ -143,7 +144,7 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
         return
     fuse_steps(optimizers, run.until_end)
     sharded = setting.is_manual and bool(run.gathered_shardings)
-    check_random_rounding(precision, setting.device, setting.options.offloaded, shards_manual_steps=sharded)
+    check_random_rounding(precision, shards_manual_steps=sharded)
     undo = precision.step_in_float32(
         optimizers,
         ParameterNames(setting.module, optimizers),
@@ -221,25 +222,6 @@ def _shardings_in_step(run: Run) -> list[AxisSharding]:
     """The shardings that remain while a step of manual optimization runs: the others are gathered then."""
     gathered = run.gathered_shardings
     return [s for s in run.parts.shardings if not any(s is g for g in gathered)]
-
-
-def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[OffloadedStates]:
-    setting = run.setting
-    if not setting.options.offloaded:
-        return []
-    from lightning_hybrid.optimizers.layer_step import LayerwiseStep
-    from lightning_hybrid.techniques.offload import offload_states, parameters_by_layer
-
-    layers = parameters_by_layer(setting.module, run.plan)
-    offload, device = setting.options.offloaded, setting.device
-    float32 = isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32
-    made = offload_states(
-        optimizers, layers, offload, device, watched, run.until_end, run.active.regions, in_float32=float32
-    )
-    on_host = [each.host_optimizer for each in made if isinstance(each, LayerwiseStep) and each.host_optimizer]
-    if float32 and on_host:  # copies of the optimizers step copies of the parameters
-        run.until_end.callback(setting.mesh_precision.step_in_float32(on_host, {}, step=lambda: 0))
-    return made
 
 
 def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -15,11 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.full import check_state_shapes, gather_optimizer_state, local_optimizer_state
+from lightning_hybrid.checkpoint.full import check_state_shapes
 from lightning_hybrid.checkpoint.local import LocalState
 from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.precision.float32_step import drop_unused_masters, shard_masters
@@ -57,13 +56,9 @@ class OptimizerStates:
         self._failed = True
 
     def check_files(self) -> None:
-        """Check that what is offloaded to files can be read.
-
-        Raises:
-            OffloadError: A file was cut off.
-        """
-        for offloaded in self._optimization.offloaded:
-            offloaded.check()
+        """Check that what is offloaded to files can be read, or raise an OffloadError."""
+        for moved in self._optimization.moved:
+            moved.check()
 
     @property
     def local_states(self) -> LocalState:
@@ -90,15 +85,14 @@ class OptimizerStates:
         self._world.rendezvous(f"the state of {type(optimizer).__name__}")
         if not (of_each_copy or is_in_first_copy(self._world)):
             return {}
-        assert run is not None and run.plan is not None
-        keep = self._world.data_rank % data_ranks_of_copy(self._world.layout) == 0
-        return gather_optimizer_state(optimizer, run.plan, self._shards, keep=keep)
+        keep = self._world.data_rank % self._world.layout.replicas_of_copy == 0
+        return self.local_states.full_optimizer(optimizer, keep=keep)
 
     @property
     def ranks_of_copies(self) -> list[list[int]]:
         """The ranks of the world by copy of the model."""
         layout = self._world.layout
-        size = data_ranks_of_copy(layout)
+        size = layout.replicas_of_copy
         copies: defaultdict[int, list[int]] = defaultdict(list)
         for rank in range(layout.world_size):
             copies[layout.data_rank(rank) // size].append(rank)
@@ -122,12 +116,12 @@ class OptimizerStates:
             elif isinstance(state, SavedOptimizer):
                 optimizer.load_state_dict(state.local_state(optimizer, self.local_states))
             else:
-                optimizer.load_state_dict(local_optimizer_state(optimizer, state, self._shards))
+                optimizer.load_state_dict(self.local_states.shard_optimizer(optimizer, state))
             self._check_masters(optimizer)
-            if not made.offloaded:
+            if not made.moved:
                 _optimizer_to_device(optimizer, self._world.device)
-        for offloaded in made.offloaded:
-            offloaded.adopt()
+        for moved in made.moved:
+            moved.adopt()
 
     def _check_shapes(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         from lightning_hybrid.checkpoint.read import SavedOptimizer
@@ -185,14 +179,9 @@ class OptimizerStates:
         return {**local, "state": full}
 
 
-def data_ranks_of_copy(layout: ParallelLayout) -> int:
-    """Number of ranks with data that hold shards of one copy of the module."""
-    return max(layout.data_shard_size, layout.expert_replicas)
-
-
 def is_in_first_copy(world: RankWorld) -> bool:
     """Whether this rank holds a shard of the copy of the module that is written to files."""
-    return world.data_rank < data_ranks_of_copy(world.layout)
+    return world.data_rank < world.layout.replicas_of_copy
 
 
 def _on(device: torch.device, value: Any) -> Any:

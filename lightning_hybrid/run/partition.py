@@ -75,7 +75,7 @@ class ModulePartition:
         try:
             self._plan_layers(recorded=recorded is not None)
         except LayoutError as error:  # on every rank
-            if options.tensor_parallel_plan is not None or setting.layout.expert_parallel_size > 1:
+            if options.tensor_parallel_plan is not None or setting.layout.joins_replicas:
                 plain = self.run.plain_runner
                 if plain is not None and (unrecorded := plain.recording_error) is not None:
                     raise unrecorded from unrecorded.__cause__
@@ -84,7 +84,7 @@ class ModulePartition:
             self._fall_back(["pp", "cp", "tp"], str(error), error)
             self._plan_layers(recorded=True)
         if self.run.plain_runner is not None:
-            self.run.plain_runner.recording_error = None  # its frames refer to tensors of the recording
+            self.run.plain_runner.forget_recording()
         plan, metrics = self.run.plan, self.run.metrics
         assert plan is not None and metrics is not None
         if not self.run.is_pipelined and not plan.is_partitioned:
@@ -176,10 +176,9 @@ class ModulePartition:
             from lightning_hybrid.techniques.tensor import TensorParallel
 
             if (planned := self.run.technique(TensorParallel)) is not None:
-                planned.find = self._find_tensor_plan
-        runner.unit_observers += [each.watching for each in self.run.techniques if each.watches(self.run)]
-        if runner.unit_observers:
-            runner.unit_observers.append(self._keep_graph)
+                planned.find_with(self._find_tensor_plan)
+        watches = [each.watching for each in self.run.techniques if each.watches(self.run)]
+        runner.observe_units([*watches, self._keep_graph] if watches else [])
 
     def _keep_graph(self, variant: TraceVariant) -> AbstractContextManager[None]:
         self.graph = variant.recording.graph

@@ -17,10 +17,11 @@ from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.technique import Technique
 
 if TYPE_CHECKING:
+    from lightning_hybrid.graph.partition import Assignment
     from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
-    from lightning_hybrid.optimizers.offloaded import OffloadedStates
+    from lightning_hybrid.optimizers.moved import MovedStates
     from lightning_hybrid.params.guards import ReadGuards
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.params.shards import AxisSharding, LocalShards
@@ -93,6 +94,12 @@ class Run:
     def is_pipelined(self) -> bool:
         """Whether steps run in several stages."""
         return self.setting.layout.pipeline_parallel_size > 1 and self.fallback is None
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The recorded step in stages; None where steps run in none."""
+        recorded = self.plan.first if self.is_pipelined and self.plan is not None else None
+        return None if recorded is None else recorded.assignment
 
     @property
     def plain_runner(self) -> PlainRunner | None:
@@ -212,7 +219,7 @@ class Optimization:
         reducers: Average gradients over replicas, by the stage after which they are complete; None: after all.
         tied: Sums gradients of parameters that several stages hold.
         buffers: Sends the buffers of the first replica to the others.
-        offloaded: Optimizers whose states are offloaded.
+        moved: Optimizers whose states are elsewhere between their steps.
         watched: Optimizers whose steps read parameters of other ranks.
         in_backward: Steps parameters in the backward, if the user wants it.
         connected: The optimizers that all of this is connected to; None before there are any.
@@ -222,7 +229,7 @@ class Optimization:
     reducers: Reducers = dataclasses.field(default_factory=dict)
     tied: TiedParameters | None = None
     buffers: ReplicaBufferBroadcast | None = None
-    offloaded: tuple[OffloadedStates, ...] = ()
+    moved: tuple[MovedStates, ...] = ()
     watched: tuple[Optimizer, ...] = ()
     in_backward: StepsInBackward | None = None
     connected: ConnectedOptimizers | None = None

@@ -23,8 +23,7 @@ from lightning_hybrid.strategies.world.ranks import RankWorld
 
 def shards_module(layout: ParallelLayout) -> bool:
     """Return whether a rank holds a shard of the module only."""
-    over_replicas = layout.data_shard_size > 1 or layout.expert_parallel_size > 1
-    return layout.pipeline_parallel_size > 1 or layout.shards_layers or over_replicas
+    return layout.pipeline_parallel_size > 1 or layout.shards_layers or layout.shards_replicas
 
 
 def needs_runner(options: Options, layout: ParallelLayout) -> bool:

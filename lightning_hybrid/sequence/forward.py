@@ -26,7 +26,7 @@ from lightning_hybrid.sequence.positions import (
 )
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.tensors import materialize, materialize_call
-from lightning_hybrid.tensor.collectives import ExchangingRanks, Ranks, leave
+from lightning_hybrid.tensor.collectives import Ranks, leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 
 
@@ -38,6 +38,10 @@ class FullSequence:
     lengths: tuple[tuple[int, ...], int] | None = None
     outer: SequenceSharding | None = None
     inner: SequenceSharding | None = None
+
+    def join(self) -> None:
+        """The running code works on the positions of all ranks from now on."""
+        self.is_local = False
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The unit's arguments, lazy tensors gathered: in the unit, values that are no shards may differ by rank."""
@@ -104,8 +108,8 @@ class ShardedSequence(FullSequence):
     def of_call(
         cls,
         plan: PositionsPlan,
-        ranks: ExchangingRanks,
-        context: ExchangingRanks,
+        ranks: Ranks,
+        context: Ranks,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,

@@ -26,17 +26,14 @@ class Scores:
     """How the scores of a block are made.
 
     Attributes:
-        scale: Factor of the products of queries and keys.
-        is_causal: Whether query i attends to keys 0 to i of the block.
         mask: None, a boolean tensor of the pairs that attend, or addends of the scores; broadcast to
             ``(batch, heads, queries, keys)``.
-        mask_needs_grad: Whether the backward returns the gradient of the mask.
     """
 
-    scale: float
-    is_causal: bool = False
+    scale: float  # factor of the products of queries and keys
+    is_causal: bool = False  # whether query i attends to keys 0 to i of the block
     mask: Tensor | None = None
-    mask_needs_grad: bool = False
+    mask_needs_grad: bool = False  # whether the backward returns the gradient of the mask
 
 
 class Kernel(Protocol):
@@ -55,13 +52,7 @@ class Kernel(Protocol):
 
 
 def kernel_for(q: Tensor, v: Tensor, mask: Tensor | None) -> Kernel:
-    """Chooses the kernel for queries and values of a device, dtype, size of heads and number of positions.
-
-    Args:
-        q: The queries, ``(batch, heads, queries, features of a head)``.
-        v: The values, ``(batch, heads, keys, features of a head)``.
-        mask: As in `Scores`.
-    """
+    """Chooses the kernel for queries and values ``(batch, heads, positions, features of a head)``, with this mask."""
     if not q.shape[-2] or not v.shape[-2]:
         return NoPairs()
     if q.shape[-1] != v.shape[-1] or (mask is not None and mask.requires_grad):
@@ -196,11 +187,7 @@ class EfficientOnCuda:
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merges the attention to a further block into that to the blocks before, in place.
 
-    Args:
-        out: ``(batch, heads, queries, features)``, of the blocks before.
-        lse: ``(batch, heads, queries)``, their log-sum-exp.
-        block_out: Of the further block.
-        block_lse: Its log-sum-exp.
+    Outputs are ``(batch, heads, queries, features)``, each with its log-sum-exp ``(batch, heads, queries)``.
     """
     largest = torch.maximum(lse, block_lse)
     finite = largest.masked_fill(largest == -torch.inf, 0)  # queries without a key so far

@@ -40,20 +40,14 @@ class RingAttentionMode(TorchFunctionMode):
     """
 
     def __init__(self, sharding: SequenceSharding, rules: dict[Site, Rule], *, learning: bool) -> None:
-        """Makes the mode of one forward.
-
-        Args:
-            sharding: Of the sequence over the context ranks.
-            rules: The rules of the unit's plan.
-            learning: Whether rules are made or followed.
-        """
+        """Makes the mode of one forward."""
         super().__init__()
         self._sharding, self.rules, self._learning = sharding, rules, learning
         self._lengths = sharding.local_length, sharding.length
 
     @classmethod
     def of(cls, sequence: FullSequence, rules: dict[Site, Rule], *, learning: bool) -> RingAttentionMode | None:
-        """The mode of a forward of the unit; None if it attends otherwise. Arguments as for the class."""
+        """The mode of a forward of the unit; None if it attends otherwise."""
         if sequence.outer is None or not sequence.attends_by_ring:
             return None
         return cls(sequence.outer, rules, learning=learning)
@@ -125,17 +119,7 @@ class RingAttentionMode(TorchFunctionMode):
         dropout_p: float,
         need_weights: bool,
     ) -> Tensor:
-        """The attention of an `nn.MultiheadAttention`, from local positions.
-
-        Args:
-            fqn: FQN of the module inside the unit.
-            query: ``(batch, heads, positions, features)``.
-            key: The same.
-            value: The same.
-            masks: Addends of the scores.
-            is_causal: Whether a query attends to keys up to its own position alone.
-            dropout_p: Of the module, where it is in training mode.
-            need_weights: Whether the module returns attention weights.
+        """The attention of an `nn.MultiheadAttention`, from local positions; ``(batch, heads, positions, features)``.
 
         Raises:
             CannotShard: It cannot do that.
@@ -156,12 +140,7 @@ class RingAttentionMode(TorchFunctionMode):
         return self.attend(query, key, value, tuple(masks), is_causal)
 
     def keys_are_local(self, site: Site, query: Tensor, key: Tensor) -> bool:
-        """Whether the keys of a call are at the local positions, and not of another sequence.
-
-        Args:
-            site: The call.
-            query: ``(..., positions, features)``.
-            key: The same.
+        """Whether keys ``(..., positions, features)`` are at the local positions, and not of another sequence.
 
         Raises:
             CannotShard: The queries are not local, or the call is not that of the proof.

@@ -26,21 +26,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hybrid.tensor.collectives import ExchangingRanks
+from lightning_hybrid.tensor.collectives import Ranks
 
 
 class Block(NamedTuple):
-    """The queries of this rank that attend to keys of another one, by local positions.
+    """The queries of this rank that attend to keys of another one, by local positions."""
 
-    Attributes:
-        queries: The local queries.
-        keys: The local keys of the other rank.
-        is_causal: Whether only to keys before them; the two are the same positions.
-    """
-
-    queries: slice
-    keys: slice
-    is_causal: bool = False
+    queries: slice  # the local queries
+    keys: slice  # the local keys of the other rank
+    is_causal: bool = False  # whether only to keys before them; the two are the same positions
 
 
 _ALL = slice(None)
@@ -48,17 +42,11 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class RingOrder:
-    """The positions of each rank in a ring.
+    """The positions of each rank in a ring."""
 
-    Attributes:
-        length: Number of positions of the full sequence.
-        size: Number of ranks.
-        is_causal: Whether a query attends to keys before it alone.
-    """
-
-    length: int
-    size: int
-    is_causal: bool
+    length: int  # number of positions of the full sequence
+    size: int  # number of ranks
+    is_causal: bool  # whether a query attends to keys before it alone
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """The positions of a rank, as ranges in their order."""
@@ -80,16 +68,6 @@ class RingOrder:
             return Block(_ALL, slice(0, last[1] - last[0]))
         return Block(slice(first[1] - first[0], None), _ALL)
 
-    def num_scores(self, rank: int) -> int:
-        """Number of pairs of a query and a key that a rank computes; half of the pairs in a causal block."""
-        total = 0.0
-        for other in range(self.size):
-            block = self.block(rank, other)
-            queries = len(range(self.num_positions(rank))[block.queries])
-            keys = len(range(self.num_positions(other))[block.keys])
-            total += queries * (keys + 1) / 2 if block.is_causal else queries * keys
-        return int(total)
-
 
 def contiguous_ranges(length: int, size: int) -> list[list[tuple[int, int]]]:
     """For each rank its one range, as `SequenceSharding` shards ``length`` positions over ``size`` ranks."""
@@ -98,7 +76,7 @@ def contiguous_ranges(length: int, size: int) -> list[list[tuple[int, int]]]:
     return [[(start, stop)] for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def to_ring_order(local: Tensor, order: RingOrder, ranks: ExchangingRanks) -> Tensor:
+def to_ring_order(local: Tensor, order: RingOrder, ranks: Ranks) -> Tensor:
     """All-to-all: ``(..., contiguous positions, features)`` of each rank to the positions of the ring's order."""
     if not order.is_causal:
         return local
@@ -106,7 +84,7 @@ def to_ring_order(local: Tensor, order: RingOrder, ranks: ExchangingRanks) -> Te
     return _redistributed(local, have, [order.ranges(rank) for rank in range(order.size)], ranks)
 
 
-def from_ring_order(local: Tensor, order: RingOrder, ranks: ExchangingRanks) -> Tensor:
+def from_ring_order(local: Tensor, order: RingOrder, ranks: Ranks) -> Tensor:
     """All-to-all: the reverse of `to_ring_order`, to ``(..., contiguous positions, features)`` of each rank."""
     if not order.is_causal:
         return local
@@ -117,7 +95,7 @@ def from_ring_order(local: Tensor, order: RingOrder, ranks: ExchangingRanks) -> 
 _Ranges = list[tuple[int, int]]
 
 
-def _redistributed(local: Tensor, have: list[_Ranges], wanted: list[_Ranges], ranks: ExchangingRanks) -> Tensor:
+def _redistributed(local: Tensor, have: list[_Ranges], wanted: list[_Ranges], ranks: Ranks) -> Tensor:
     sent = []
     for other in range(ranks.size):
         pieces = [local.narrow(-2, start, length) for start, _, length in _overlaps(have[ranks.rank], wanted[other])]

@@ -25,22 +25,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.step.standins.tensors import LazyFullTensor, materialize
-from lightning_hybrid.tensor.collectives import ExchangingRanks, LinearMap
+from lightning_hybrid.tensor.collectives import LinearMap, Map, Ranks
 
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """The sharding of a sequence over ranks: one contiguous range of positions for each. Equal for the same ranges.
+    """The sharding of a sequence over ranks: one contiguous range of positions for each. Equal for the same ranges."""
 
-    Attributes:
-        dim: The dim of values that holds the positions.
-        length: Number of positions of the full sequence.
-        ranks: The ranks that it is sharded over; no more than there are positions.
-    """
-
-    dim: int
-    length: int
-    ranks: ExchangingRanks
+    dim: int  # the dim of values that holds the positions
+    length: int  # number of positions of the full sequence
+    ranks: Ranks  # the ranks that it is sharded over; no more than there are positions
 
     @property
     def lengths(self) -> list[int]:
@@ -82,18 +76,13 @@ class SequenceSharding:
 
 @dataclass(frozen=True)
 class TwoLevelSharding:
-    """A sequence sharded over context ranks, and each shard sharded again over the tensor ranks of its context rank.
+    """A sequence sharded over context ranks, and each shard sharded again over the tensor ranks of its context rank."""
 
-    Attributes:
-        outer: The full sequence over context ranks.
-        inner: The shard of this context rank over its tensor ranks.
-    """
-
-    outer: SequenceSharding
-    inner: SequenceSharding
+    outer: SequenceSharding  # the full sequence over context ranks
+    inner: SequenceSharding  # the shard of this context rank over its tensor ranks
 
     @classmethod
-    def of(cls, dim: int, length: int, context: ExchangingRanks, ranks: ExchangingRanks) -> TwoLevelSharding:
+    def of(cls, dim: int, length: int, context: Ranks, ranks: Ranks) -> TwoLevelSharding:
         """Shards ``length`` positions in ``dim`` over the context ranks, then over the tensor ranks."""
         outer = SequenceSharding(dim, length, context)
         return cls(outer, SequenceSharding(dim, outer.local_length, ranks))
@@ -151,20 +140,17 @@ def leave(addend: Tensor, sharding: AnySharding) -> Tensor:
 
 def to_heads(local: Tensor, sharding: SequenceSharding, features: Shard) -> Tensor:
     """``(..., local positions, ..., features)`` to ``(..., positions, ..., local features)``: all-to-all."""
-    return LinearMap.apply(
-        local,
-        partial(_positions_to_features, sharding=sharding, features=features),
-        partial(_features_to_positions, sharding=sharding, features=features),
-    )
+    return LinearMap.apply(local, *_exchanges(sharding, features))
 
 
 def to_positions(inside: Tensor, sharding: SequenceSharding, features: Shard) -> Tensor:
     """``(..., positions, ..., local features)``, none on two ranks, to ``(..., local positions, ..., features)``."""
-    return LinearMap.apply(
-        inside,
-        partial(_features_to_positions, sharding=sharding, features=features),
-        partial(_positions_to_features, sharding=sharding, features=features),
-    )
+    return LinearMap.apply(inside, *reversed(_exchanges(sharding, features)))
+
+
+def _exchanges(sharding: SequenceSharding, features: Shard) -> tuple[Map, Map]:
+    options: Any = {"sharding": sharding, "features": features}
+    return partial(_positions_to_features, **options), partial(_features_to_positions, **options)
 
 
 def _positions_to_features(local: Tensor, sharding: SequenceSharding, features: Shard) -> Tensor:

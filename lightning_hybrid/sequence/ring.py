@@ -34,7 +34,7 @@ from lightning_hybrid.sequence.order import (
     with_positions,
 )
 from lightning_hybrid.sequence.positions import SequenceSharding, local_positions
-from lightning_hybrid.tensor.collectives import ExchangingRanks, LinearMap, enter
+from lightning_hybrid.tensor.collectives import LinearMap, Ranks, enter
 
 
 def ring_attention(
@@ -49,18 +49,10 @@ def ring_attention(
 ) -> Tensor:
     """Attends from this rank's positions to all ranks' positions; collective, forward and backward.
 
-    Args:
-        query: ``(batch, heads, local positions, features of a head)``, or without a batch.
-        key: The same, with as many heads or a divisor of them (grouped queries).
-        value: As ``key``; the number of features may be another.
-        sharding: Of the positions over the context ranks.
-        masks: Masks of `torch.nn.functional.scaled_dot_product_attention`: boolean, True where a query attends, or
-            added to the scores; they broadcast to ``(batch, heads, all or local positions, all positions)``.
-        is_causal: Whether a query attends to keys up to its own position alone; without masks.
-        scale: Factor of the scores; the inverse root of the features by default.
-
-    Returns:
-        ``(batch, heads, local positions, features)``.
+    Tensors are ``(batch, heads, local positions, features of a head)``, or without a batch; keys may have a divisor of
+    the number of heads, and values other features. Masks are those of torch's attention: boolean, True where a query
+    attends, or added to the scores; they broadcast to ``(batch, heads, all or local positions, all positions)``. With
+    ``is_causal``, without masks, a query attends to keys up to its own position alone.
 
     Raises:
         CannotShard: The masks have other sizes, or cover only the keys of one rank.
@@ -126,7 +118,7 @@ def _addend(mask: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=torch.get_default_dtype()).masked_fill(~mask, -torch.inf)
 
 
-def _in_order(run: Any, adjoint: Any, tensors: list[Tensor], order: RingOrder, ranks: ExchangingRanks) -> list[Tensor]:
+def _in_order(run: Any, adjoint: Any, tensors: list[Tensor], order: RingOrder, ranks: Ranks) -> list[Tensor]:
     """Redistributes ``(batch, heads, positions, features)`` over the ranks, in one message where sizes permit."""
     if not order.is_causal:
         return tensors
@@ -147,7 +139,7 @@ class _RingAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        ranks: ExchangingRanks,
+        ranks: Ranks,
         order: RingOrder,
         scale: float,
     ) -> Tensor:
@@ -222,7 +214,7 @@ class _Passed:
         tensors: Those that this rank has now, ``(batch, heads, positions, features)``.
     """
 
-    def __init__(self, tensors: list[Tensor], order: RingOrder, ranks: ExchangingRanks) -> None:
+    def __init__(self, tensors: list[Tensor], order: RingOrder, ranks: Ranks) -> None:
         self.tensors, self._order, self._ranks = tensors, order, ranks
 
     def pass_on(self, current: int) -> None:

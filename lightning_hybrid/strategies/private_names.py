@@ -35,7 +35,7 @@ PYTORCH: dict[str, tuple[str, ...]] = {
     ),
     "loops.optimization.automatic:_AutomaticOptimization": ("_training_step",),
     "loops.training_epoch_loop:_TrainingEpochLoop": (
-        *("_broadcast_sigterm_tensor", "_on_after_fetch", "_on_before_fetch"),
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_on_after_fetch", "_on_before_fetch"),
     ),
     "strategies.launchers": ("_MultiProcessingLauncher", "_SubprocessScriptLauncher"),
     "strategies.parallel:ParallelStrategy": ("_layer_sync",),

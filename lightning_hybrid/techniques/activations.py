@@ -21,6 +21,7 @@ from lightning_hybrid.memory.saved_activations.requests import (
 )
 from lightning_hybrid.memory.saved_activations.storage import Place
 from lightning_hybrid.pipeline.stages.plan import StagePlan
+from lightning_hybrid.randomness.generators import mix
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.schedule.in_flight import microbatches_in_flight
 from lightning_hybrid.step.objects.modules import find_layers
@@ -90,7 +91,7 @@ def microbatch_key(trainer: Any, seed: int, replica: int, randomness: KeyedRando
     """
     keyed = randomness.microbatch_key
     if keyed is None:
-        keyed = hash((seed, trainer.fit_loop.epoch_loop.total_batch_idx, replica))
+        keyed = mix(seed, trainer.fit_loop.epoch_loop.total_batch_idx, replica)
     return keyed, randomness.num_runs
 
 

@@ -30,9 +30,9 @@ def connect_adascale(
     for observer in observers:
         observer.connect_mesh(mesh, lambda: counted, each_batch=active.reduces_gradients)
         for reducer in reducers.values():
-            reducer.observer = observer
+            reducer.observe(observer)
         for group in active.groups:
-            group.observer = observer
+            group.observe(observer)
 
 
 def has_adascale(trainer: Any) -> bool:
@@ -46,10 +46,10 @@ def check_adascale(layout: ParallelLayout, parts: LocalShards) -> None:
     Raises:
         ValueError: They cannot.
     """
-    if layout.expert_parallel_size > 1:
+    if layout.joins_replicas:
         raise ValueError(
             "AdaScale and GoodputMonitor compare the gradients of replicas, and those of experts are summed over"
-            f" expert_parallel_size={layout.expert_parallel_size} of them before any replica has them; set"
+            f" {layout.option('ep')} of them before any replica has them; set"
             " expert_parallel_size=1"
         )
     if parts.has_repeated_shards:

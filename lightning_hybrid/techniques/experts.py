@@ -141,7 +141,7 @@ class ExpertParallel(Technique):
         if shards is not None:
             self._check_has_no_numbers(placements)
         if shards is not None and self._mesh.size("cp") > 1:
-            shards.set_sharded_experts(placements)
+            shards.set_sharded_over_context(placements)
             context = ExpertContextRows(self._mesh.group("cp"), shards)
         self.shared = ShardedExperts(
             self._module,

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_hybrid.memory.recompute.profile import LiveBytes
+from lightning_hybrid.memory.live import LiveBytes
 from lightning_hybrid.optimizers.replacement import Place, is_replaced, replace_step
 from lightning_hybrid.optimizers.state_file import HOST
 from lightning_hybrid.params.guards import can_guard

@@ -37,7 +37,7 @@ def techniques_of(run: Any) -> tuple[Technique, ...]:
         from lightning_hybrid.techniques.zero import Zero
 
         found.append(Zero(stage))  # gathers what experts and tensor ranks have of a layer
-    if trains and run.runner is not None and (setting.layout.expert_parallel_size > 1 or mesh.size("tp") > 1):
+    if trains and run.runner is not None and (setting.layout.joins_replicas or mesh.size("tp") > 1):
         from lightning_hybrid.techniques.experts import ExpertParallel
 
         found += ExpertParallel.of(run)  # exchanges rows between ranks, then runs the local experts
@@ -58,4 +58,8 @@ def techniques_of(run: Any) -> tuple[Technique, ...]:
         from lightning_hybrid.techniques.slow_links.technique import SlowLinks
 
         found.append(SlowLinks.of(callbacks))  # around no layer
+    if trains and options.offloaded:
+        from lightning_hybrid.techniques.offload import Offload
+
+        found.append(Offload(options.offloaded))  # around no layer
     return tuple(found)

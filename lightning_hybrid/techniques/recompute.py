@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.amounts import parse_budget
 from lightning_hybrid.memory.free import free_bytes
-from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
+from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.step.objects.modules import find_layers, shortened
 from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.world.callbacks import RunCallback
 from lightning_hybrid.strategies.world.ranks import RankWorld
-from lightning_hybrid.techniques.budget import BudgetProfile
 from lightning_hybrid.techniques.technique import Active, Technique
 
 
@@ -35,6 +39,7 @@ class Recomputing(Technique):
 
     def __init__(self) -> None:
         self.layers: Recomputation | None = None
+        self._expected = ""
 
     def decide(self, run: Any) -> None:
         """Choose the layers.
@@ -51,7 +56,7 @@ class Recomputing(Technique):
         how: dict[str, Any] = {
             "compiled": setting.options.compile is not None,
             "budget": budget,
-            "expert_lists": lists,
+            "closed": lists,
         }
         if run.is_pipelined:
             self.layers = recompute_layers(setting.module, setting.recompute, run.plan.first, run.plan.stages, **how)
@@ -66,6 +71,15 @@ class Recomputing(Technique):
             run.until_end.callback(BudgetProfile(run.setting, self.budget, owner).enter(run.setting.trainer))
             run.until_end.callback(self.budget.close)
         return _Recomputed(self.layers)
+
+    def expect(
+        self, memory: list[RankMemory], without: list[RankMemory], rank_of: Callable[[int], int]
+    ) -> list[RankMemory]:
+        """Return the memory of each stage with the layers that the budget is expected to keep."""
+        assert self.budget is not None
+        expected = expected_recomputation(self.budget, memory, without, rank_of)
+        self._expected = "" if expected is None else str(expected)
+        return memory if expected is None else expected.memory
 
     @property
     def policies(self) -> Mapping[str, Policy]:
@@ -82,7 +96,7 @@ class Recomputing(Technique):
         return (
             []
             if self.layers is None
-            else [describe_policies(self.layers.policies, run.setting.recompute, self.expected)]
+            else [describe_policies(self.layers.policies, run.setting.recompute, self._expected)]
         )
 
 
@@ -129,8 +143,7 @@ def budgeted_layers(
 
     name, in_full = f"recompute={recompute!r}", options.compile is not None
     layout = world.layout
-    sharing = layout.tensor_parallel_size, layout.context_parallel_size, layout.expert_parallel_size
-    if max(sharing) > 1 or syncs_norms:
+    if layout.shards_layers or layout.joins_replicas or syncs_norms:
         return AgreedLayers(world, nbytes, name, in_full=in_full)
     return BudgetedLayers(device, nbytes, name, in_full=in_full)
 
@@ -177,17 +190,17 @@ def recompute_layers(
     *,
     compiled: bool,
     budget: BudgetedLayers | None = None,
-    expert_lists: Collection[nn.Module] = (),
+    closed: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers of a recorded step, as far as they are in the local stages ``here``.
 
-    Members of ``expert_lists``, whose ranks share them, are recomputed with the layer that routes tokens to them.
+    Members of the lists ``closed`` (experts that ranks share) are recomputed with the layer that routes tokens to them.
 
     Raises:
         RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user compiled.
     """
     recording, assignment = variant.recording, variant.assignment
-    layers = find_layers(recording.units, expert_lists)
+    layers = find_layers(recording.units, closed)
     if not layers:
         raise RecomputeError(
             f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
@@ -215,10 +228,10 @@ def recompute_plain_layers(
     *,
     compiled: bool,
     budget: BudgetedLayers | None = None,
-    expert_lists: Collection[nn.Module] = (),
+    closed: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
-    layers = find_layers(dict(root.named_children()), expert_lists)
+    layers = find_layers(dict(root.named_children()), closed)
     if not layers:
         raise RecomputeError(
             f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
@@ -290,3 +303,124 @@ def _runs(chosen: dict[str, bool]) -> str:
             first, last = shortened(names[0]), shortened(names[-1])
             runs.append(first if len(names) == 1 else f"{len(names)} layers from {first} to {last}")
     return ", ".join(runs)
+
+
+class BudgetProfile(RunCallback):
+    """Tells `BudgetedLayers` when batches begin and end, and which tensors there are between them."""
+
+    def __init__(self, setting: Any, budget: BudgetedLayers, owner: Any) -> None:
+        self._setting, self._budget, self._owner = setting, budget, owner
+        self._is_profiling = False
+        self._steps = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to profile, once the optimizer has its states."""
+        begins = self._budget.wants_profile and trainer.global_step > 0
+        if not (self._is_profiling or begins):
+            return
+        if not self._is_profiling:
+            self._is_profiling, self._steps = True, trainer.global_step
+        device = self._setting.device
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        self._budget.begin_batch(self._tensors(), allocated)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """The backwards are over."""
+        self._budget.begin_optimizer_step()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """Choose, if the optimizer has stepped."""
+        if not self._is_profiling:
+            return
+        has_stepped = trainer.global_step > self._steps
+        self._is_profiling = not has_stepped
+        if self._budget.end_batch(has_stepped=has_stepped) and self._budget.report is not None:
+            rank_zero_info(describe_choices(self._budget.report, self._setting.recompute))
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Parameters, buffers, gradients, messages of gradients and optimizer states, without those in files."""
+        run = self._owner.run
+        places = {what: place for each in run.techniques for what, place in each.places(run).items()}
+        in_files = {what for what, place in places.items() if place == "files"}
+        module = self._setting.module
+        for parameter in module.parameters():
+            if "parameters" not in in_files:
+                yield parameter
+            if parameter.grad is not None and "gradients" not in in_files:
+                yield parameter.grad
+        yield from module.buffers()
+        for reducer in self._owner.optimization.reducers.values():
+            yield from reducer.messages
+        if "optimizer_states" not in in_files:
+            for optimizer in self._setting.trainer.optimizers:
+                states = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
+                yield from (leaf for leaf in states if isinstance(leaf, Tensor))
+
+
+def describe_choices(report: BudgetReport, recompute: Any) -> str:
+    """Return the line that the first rank prints once its recomputation is chosen."""
+    shares = list(report.kept_share.values())
+    everything = sum(share == 1.0 for share in shares)
+    least = f"; the others keep {100 * min(shares):.0f} % or more of their bytes" if everything < len(shares) else ""
+    least = "; the others are recomputed in full" if least and set(shares) <= {0.0, 1.0} else least
+    return (
+        f"recompute={recompute!r}: {report.budget:,.0f} bytes on the first rank, {report.floor:,.0f} bytes are"
+        f" the least; {everything} of {len(shares)} layers keep everything{least};"
+        f" {100 * report.recomputed_share:.0f} % of all bytes that layers would save are recomputed"
+    )
+
+
+class ExpectedRecomputation(NamedTuple):
+    """What a budget is expected to choose.
+
+    Attributes:
+        memory: Of each stage.
+        shares: Of the bytes that layers would save, by pipeline rank: the part that is recomputed.
+    """
+
+    memory: list[RankMemory]
+    shares: list[float]
+
+    def __str__(self) -> str:
+        """The shares in words."""
+        least, most = (f"{100 * share:.0f}" for share in (min(self.shares), max(self.shares)))
+        return f"{least if least == most else f'{least} to {most}'} % of what they save, as estimated"
+
+
+def expected_recomputation(
+    budget: BudgetedLayers,
+    floor: Sequence[RankMemory],
+    full: Sequence[RankMemory],
+    rank_of: Callable[[int], int],
+) -> ExpectedRecomputation | None:
+    """Return what a budget is expected to choose; None where the activations or the free memory are not known.
+
+    Args:
+        budget: Of each rank; a share of the free memory is that of this rank.
+        floor: The memory of each stage whose layers keep nothing.
+        full: The same without recomputation.
+        rank_of: The pipeline rank of a stage.
+    """
+    saved = [(low.activations, high.activations) for low, high in zip(floor, full, strict=True)]
+    known = [(low, high) for low, high in saved if low is not None and high is not None]
+    if len(known) < len(saved):
+        return None
+    stages: dict[int, list[int]] = {}
+    for number in range(len(floor)):
+        stages.setdefault(rank_of(number), []).append(number)
+    try:
+        allowed = budget.allowed_bytes(floor[0].parameters)
+    except RecomputeError:  # it is raised where the budget is used
+        return None
+    memory, shares = list(floor), []
+    for _, numbers in sorted(stages.items()):
+        most = sum(known[number][1] - known[number][0] for number in numbers)
+        left = allowed - sum(floor[number].total for number in numbers)
+        kept = min(1.0, max(0.0, left / most)) if most > 0 else 1.0
+        shares.append(1.0 - kept)
+        for number in numbers:
+            low, high = known[number]
+            working = floor[number].working + kept * (full[number].working - floor[number].working)
+            kept_bytes = int(low + kept * (high - low))
+            memory[number] = dataclasses.replace(floor[number], activations=kept_bytes, working=int(working))
+    return ExpectedRecomputation(memory, shares)

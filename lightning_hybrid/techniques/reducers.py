@@ -30,7 +30,7 @@ def connect_gradients(
     mesh: Mesh,
     *,
     averages: bool = True,
-    experts: Collection[str] = (),
+    unreplicated: Collection[str] = (),
     reduce_dtype: torch.dtype | None = None,
     sharded: Collection[str] = (),
 ) -> tuple[Reducers, TiedParameters | None, set[int]]:
@@ -41,7 +41,7 @@ def connect_gradients(
         plan: The stage plan; None without stages.
         mesh: The ranks.
         averages: Whether to build reducers; ZeRO averages over replicas otherwise.
-        experts: FQNs of parameters of which other replicas hold other shards.
+        unreplicated: FQNs of parameters of which other replicas hold other shards.
         reduce_dtype: Of averages over replicas; that of each parameter if None.
         sharded: FQNs of parameters of which other ranks of a replica hold other shards.
 
@@ -65,13 +65,13 @@ def connect_gradients(
     copies = _keys_of_copies(holders, sharded, mesh)
     reducers: Reducers = {}
     for key, members in by_stage.items() if averages else ():
-        members_of_all = [(name, p) for name, p in members if name not in experts]
+        members_of_all = [(name, p) for name, p in members if name not in unreplicated]
         dense = GradientReducer(members_of_all, data, copies=copies, dtype=reduce_dtype)
         reducers[key] = dense
-        if experts:
-            shared = [(name, p) for name, p in members if name in experts]
-            of_experts = GradientReducer(shared, mesh.group("ep_replicate"), dtype=reduce_dtype)
-            reducers[key] = JointReducer([dense, of_experts])
+        if unreplicated:
+            shared = [(name, p) for name, p in members if name in unreplicated]
+            of_some = GradientReducer(shared, mesh.group("ep_replicate"), dtype=reduce_dtype)
+            reducers[key] = JointReducer([dense, of_some])
     return reducers, TiedParameters(holders, parameters, mesh.group("pp")), counted
 
 

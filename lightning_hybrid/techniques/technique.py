@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.params.shards import AxisSharding
-from lightning_hybrid.predict.ranks import Footprint
+from lightning_hybrid.predict.ranks import Footprint, Place, RankMemory
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -155,7 +155,6 @@ class Technique:
         shards: How this rank runs its shards of layers, if it does.
         storing: Stores what layers save for the backward, if it does.
         budget: Chooses its policies once bytes of layers are measured, if anything does.
-        expected: What they are expected to be until then, in words.
     """
 
     option = ""
@@ -167,7 +166,6 @@ class Technique:
     shards: Any = None
     storing: Any = None
     budget: Any = None
-    expected = ""
 
     # -- decided before anything changes -------------------------------------------------------------------------------
 
@@ -217,6 +215,16 @@ class Technique:
         """Connect optimizers that the user's step calls; return the ones that step full parameters on every rank."""
         return []
 
+    def check_optimizers(self, run: Any, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers that it cannot serve, before anything is connected."""
+
+    def move_states(self, run: Any, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> Sequence[Any]:
+        """Let states be elsewhere between steps; ``watched`` are optimizers that may combine parameters.
+
+        Returns their ``MovedStates``.
+        """
+        return ()
+
     # -- what other techniques and tables ask --------------------------------------------------------------------------
 
     @property
@@ -228,6 +236,15 @@ class Technique:
     def plans(self) -> Mapping[str, Any]:
         """How layers are sharded, by FQN."""
         return {}
+
+    def expect(
+        self, memory: list[RankMemory], without: list[RankMemory], rank_of: Callable[[int], int]
+    ) -> list[RankMemory]:
+        """Return the memory of each stage as its budget is expected to choose, between the least and that without it.
+
+        ``rank_of`` returns the pipeline rank of a stage.
+        """
+        return memory
 
     def inseparable(self) -> Collection[nn.Module]:
         """Modules whose children are no layers of their own."""
@@ -248,6 +265,10 @@ class Technique:
     def lines(self, run: Any) -> list[str]:
         """Return its lines of the start table."""
         return []
+
+    def places(self, run: Any) -> Mapping[str, Place]:
+        """Return which of "parameters", "gradients" and "optimizer_states" are outside of the compute device."""
+        return {}
 
     def footprint(self, run: Any, parameters: Sequence[Any]) -> Footprint | None:
         """Return what a rank holds of its parameters, and for a moment; None where it changes nothing."""

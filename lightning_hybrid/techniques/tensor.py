@@ -32,7 +32,7 @@ from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.region import KeyedDraws
 from lightning_hybrid.tensor.runtime.model import ShardedModel
 from lightning_hybrid.tensor.search.cache import PlanCache, lines_of_branch
-from lightning_hybrid.tensor.search.model import plan_units
+from lightning_hybrid.tensor.search.model import ModelSearch
 from lightning_hybrid.tensor.search.requests import Request, requests_by_unit, requests_of_model, requests_of_user
 from lightning_hybrid.tensor.search.unit import NOT_SEARCHED, plan_unit
 from lightning_hybrid.tensor.search.uses import UnitCalls, VocabularyUses, WeightUse, record_calls
@@ -68,7 +68,7 @@ class TensorParallel(Technique):
         if self._size > 1:  # plans say how weights are cut
             self._user_requests = requests_of_user(module, options.tensor_parallel_plan or {})
             self._model_requests = requests_of_model(module)
-        self._folder, self.find = folder, plan_unit
+        self._folder, self._find = folder, plan_unit
         self.summary = ""
         self.shards: ShardedModel | None = None
         self._calls = self.planned_calls = UnitCalls()
@@ -113,12 +113,12 @@ class TensorParallel(Technique):
             TensorPlanError: The user's plan cannot be followed, or is not proved; on every rank.
             RuntimeError: The search failed; on every rank.
         """
-        with_experts = any(each.shares_layers for each in run.techniques if each is not self)
+        others_shard = any(each.shares_layers for each in run.techniques if each is not self)
         box: list[Any] = [None]
         if self._mesh.rank == 0:
             try:
                 with phase("searching plans of layers for tensor and context ranks"):
-                    box[0] = self._planned(with_experts)
+                    box[0] = self._planned(others_shard)
             except TensorPlanError as error:
                 box[0] = error
             except Exception as error:
@@ -132,12 +132,16 @@ class TensorParallel(Technique):
             sizes = f"tensor_parallel_size={self._size} and context_parallel_size={self._context}"
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
         self.planned_calls, self._calls = self._calls, UnitCalls()
-        self._check(box[0], with_experts)
+        self._check(box[0], others_shard)
         if self._sequence_parallel:
             warn_of_full_sequences(box[0], self._size)
         groups = self._mesh.group("tp"), self._mesh.group("cp")
         self.shards = ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"), lines_of_branch)
         return self.shards.shardings
+
+    def find_with(self, find: Any) -> None:
+        """Search plans of layers by another function than ``plan_unit``."""
+        self._find = find
 
     def build(self, run: Any, owner: Any) -> Active:
         """Connect the layers of this rank to random numbers, and code outside of them to gathered parameters."""
@@ -155,18 +159,18 @@ class TensorParallel(Technique):
         lines = lines_of_layers({fqn: plan.lines() for fqn, plan in self.plans.items()})
         return [*lines, *self.summary.splitlines()] if self.plans else []
 
-    def _check(self, plans: Mapping[str, UnitPlan], with_experts: bool) -> None:
-        if self._size > 1 and not with_experts:
+    def _check(self, plans: Mapping[str, UnitPlan], others_shard: bool) -> None:
+        if self._size > 1 and not others_shard:
             check_is_sharded(plans, self._size)
         if self._context > 1:
             check_sequence_sharding(plans, self._size, self._context)
 
-    def _planned(self, with_experts: bool) -> dict[str, UnitPlan]:
+    def _planned(self, others_shard: bool) -> dict[str, UnitPlan]:
         cache = None if self._folder is None else PlanCache(self._folder)
-        plans = self._searched(self.find if cache is None else cache.find)
+        plans = self._searched(self._find if cache is None else cache.find)
         if any(NOT_SEARCHED in reason for plan in plans.values() for reason in plan.replicated_reasons.values()):
             try:
-                self._check(plans, with_experts)
+                self._check(plans, others_shard)
             except LayoutError:  # which a run may not raise
                 return self._searched(plan_unit)
         if cache is not None:
@@ -174,19 +178,18 @@ class TensorParallel(Technique):
         return plans
 
     def _searched(self, find: Callable[..., UnitPlan]) -> dict[str, UnitPlan]:
-        return plan_units(
+        options = {"sequence_parallel": self._sequence_parallel, "context": self._context}
+        return ModelSearch(
             self._module,
             self._units,
             self._calls,
             self._read_by_step,
             self._size,
-            find,
-            self._sequence_parallel,
-            self._context,
-            requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
-            self._uses,
-            self._watched,
-        )
+            partial(find, **options),
+            plan_requests=requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
+            uses=self._uses,
+            step_units=self._watched,
+        ).plans()
 
 
 class _Shards(Active):

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.
 _FREE_MEMORY_SHARE = 0.25
+_Axes = tuple[str, str]  # over which ranks hold shards, and copies
+_OF_ALL: _Axes = ("dp_shard", "dp_replicate")
+_OF_SOME: _Axes = ("ep_shard", "ep_outer")  # experts, which a part of the replicas has
 
 
 class Zero(Technique):
@@ -103,10 +106,10 @@ class Zero(Technique):
         from lightning_hybrid.zero.ranks import shard_placement
 
         mesh, named = run.mesh, run.setting.module.named_parameters()
-        experts = {name for sharding in earlier if sharding.axis == "ep" for name in sharding.placements}
+        unreplicated = {name for sharding in earlier if sharding.axis == "ep" for name in sharding.placements}
         shapes = {name: shard_of(earlier, name, parameter.shape).shape for name, parameter in named}
         found = []
-        for axis, names in (("dp_shard", shapes.keys() - experts), ("ep_shard", experts)):
+        for axis, names in (("dp_shard", shapes.keys() - unreplicated), ("ep_shard", unreplicated)):
             if not names or mesh.size(axis) == 1:
                 continue
             group = mesh.group(axis)
@@ -133,10 +136,9 @@ class Zero(Technique):
             return Active()
         setting, mesh, dtypes = run.setting, run.mesh, message_dtypes(run.setting.precision)
         module, device, offload = setting.module, setting.device, setting.options.offloaded
-        ranks = expert_ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), **dtypes)
-        has_experts = bool(run.names_over("ep"))
-        if has_experts:
-            expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), **dtypes)
+        found = (_OF_ALL, _OF_SOME) if run.names_over("ep") else (_OF_ALL,)
+        ranks_on = {axes: ShardRanks(mesh.group(axes[0]), mesh.group(axes[1]), **dtypes) for axes in found}
+        ranks = ranks_on[_OF_ALL]
         placements = {name: placement for each in self.shardings for name, placement in each.placements.items()}
         members = members_of_groups(run, self._read_outside)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -144,12 +146,12 @@ class Zero(Technique):
         groups: dict[Stage, list[ParameterGroup]] = {}
         devices = StorageDevices.of(offload, device)
         regions = _regions(offload.get("parameters"), [bytes_of_shards(each, placements) for each in members.values()])
-        for (of, fqn, _, is_expert), parameters in members.items():
+        for (of, fqn, _, axes), parameters in members.items():
             group = ParameterGroup(
                 fqn,
                 parameters,
                 placements,
-                expert_ranks if is_expert else ranks,
+                ranks_on[axes],
                 keeps_full=self.stage < 3,
                 devices=devices,
                 region=next(regions, None),
@@ -161,7 +163,7 @@ class Zero(Technique):
             by_layer = setting.world.decide(by_layer, all_ranks=False)
         active = ZeroSharding(module, groups, ranks, device, per_layer=by_layer)
         self._per_layer = by_layer
-        if by_layer and not has_experts and ranks.shard.size() > 1:
+        if by_layer and len(ranks_on) == 1 and ranks.shard.size() > 1:
             active.gather_in_rounds(mesh)
         if run.runner is not None and run.runner.guards is not None:  # a recording shows what steps read otherwise
             active.gather_on_read(run.runner.guards)
@@ -253,8 +255,7 @@ class Zero(Technique):
             named = {name: p for name, p in named.items() if plan.rank in plan.ranks_of(name)}
         shapes = {name: shard_of(run.parts.shardings, name, full_shape(p)).shape for name, p in named.items()}
         groups = members_of_groups(run, self._read_outside, names=set(shapes))
-        for (stage, layer, dtype, is_expert), members in groups.items():
-            shard_axis, copies_axis = ("ep_shard", "ep_outer") if is_expert else ("dp_shard", "dp_replicate")
+        for (stage, layer, dtype, (shard_axis, copies_axis)), members in groups.items():
             sizes = {n: numel_of_largest_shard(torch.Size(shapes[n]), placements.get(n)) for n in members}
             shard = sum(size for name, size in sizes.items() if name in placements)
             gathers = (2 * num_microbatches if by_layer and self.stage == 3 and layer else 1) if shard else 0
@@ -271,8 +272,8 @@ class Zero(Technique):
 
 def members_of_groups(
     run: Any, read_outside: Collection[str], names: Collection[str] | None = None
-) -> dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]]:
-    """Return the local parameters by stage, layer, dtype and whether they are of experts, in the order of layers.
+) -> dict[tuple[Stage, str, torch.dtype, _Axes], dict[str, nn.Parameter]]:
+    """Return the local parameters by stage, layer, dtype and axes of shards and copies, in the order of layers.
 
     ``names`` are the FQNs of local ones; None for those that are not absent.
     """
@@ -285,13 +286,14 @@ def members_of_groups(
     layer_of = _layer_of_parameters(module, layers, plan, read_outside)
     unequal = {name for technique in run.techniques for name in technique.unequally_read()}
     layer_of = {name: fqn for name, fqn in layer_of.items() if name not in unequal}
-    of_experts = run.names_over("ep")
-    members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    unreplicated = run.names_over("ep")
+    members: dict[tuple[Stage, str, torch.dtype, _Axes], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}
     every = dict(module.named_parameters())
     local = {name: p for name, p in every.items() if (not is_absent(p) if names is None else name in names)}
     for name, parameter in sorted(local.items(), key=lambda item: order[layer_of.get(item[0], "")]):
-        key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
+        axes = _OF_SOME if name in unreplicated else _OF_ALL
+        key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, axes
         members.setdefault(key, {})[name] = parameter
     return members
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,32 +16,32 @@ from lightning_hybrid.shared_memory.collectives import shared_memory
 from lightning_hybrid.tensor.plan import Axis
 
 
-class Ranks(Protocol):
-    """The ranks that a layer is sharded over, as seen by one of them.
+class Ranks:
+    """The ranks that a layer is sharded over, as one of them sees it; in this class it is the only one.
 
     Attributes:
         rank: The number of this rank among them.
         size: The number of ranks.
     """
 
-    rank: int
-    size: int
+    rank, size = 0, 1
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums a contiguous tensor of any shape over the ranks, in place."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in their order; all have one shape."""
+        return [tensor]
 
-
-class ExchangingRanks(Ranks, Protocol):
-    """Ranks that a sequence may be sharded over."""
-
-    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size], /) -> list[Tensor]:
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
+        return blocks
 
 
-class GroupRanks:
+ONE_RANK = Ranks()
+
+
+class GroupRanks(Ranks):
     """The ranks of a process group: through shared memory where they are on one host, else by its collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -81,31 +81,12 @@ class GroupRanks:
         return [torch.view_as_complex(block) for block in found] if blocks[0].is_complex() else found
 
 
-def as_ranks(group: dist.ProcessGroup | ExchangingRanks | None) -> ExchangingRanks:
-    """The ranks of a group; a single rank for None."""
-    if group is None:
-        return OneRank()
+def as_ranks(group: dist.ProcessGroup | Ranks) -> Ranks:
+    """The ranks of a group."""
     return GroupRanks(group) if isinstance(group, dist.ProcessGroup) else group
 
 
-class OneRank:
-    """A group of one rank: its collectives return their input."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leaves the tensor, of any shape, as it is."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of this rank alone, of any shape."""
-        return [tensor]
-
-    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The block of this rank alone, of any shape."""
-        return blocks
-
-
-class PairedRanks:
+class PairedRanks(Ranks):
     """The ranks of two axes together: `rank = outer rank * inner size + inner rank`."""
 
     def __init__(self, outer: Ranks, inner: Ranks) -> None:
@@ -121,6 +102,10 @@ class PairedRanks:
         """The tensors of all ranks, in their order; all have one shape."""
         of_inner = torch.stack(self._inner.all_gather(tensor))
         return [block for blocks in self._outer.all_gather(of_inner) for block in blocks.unbind()]
+
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """Is not needed, for blocks of any shape: positions are exchanged over one axis."""
+        raise NotImplementedError
 
 
 def paired(outer: Ranks, inner: Ranks) -> Ranks:
@@ -163,17 +148,19 @@ class Readers:
 
     fresh: bool = False
 
+    def add(self, *, fresh: bool) -> None:
+        """Count one more reader."""
+        self.fresh &= fresh
+
 
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: Ranks, readers: Readers) -> Tensor:
-        """A view of the same shape."""
         ctx.ranks, ctx.readers = ranks, readers
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The sum over the ranks, of the same shape."""
         if not ctx.readers.fresh or torch.is_grad_enabled():
             # The gradient that autograd passes in may be in use elsewhere too.
             grad = grad.clone(memory_format=torch.contiguous_format)
@@ -183,7 +170,6 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
-        """The sum over the ranks, in the memory of ``tensor``, which may have any shape."""
         ctx.ranks = ranks
         ctx.mark_dirty(tensor)
         ranks.all_reduce(tensor)
@@ -191,7 +177,6 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient, of the same shape."""
         return _Enter.apply(grad, ctx.ranks, Readers()), None
 
 
@@ -230,12 +215,9 @@ class _SumGradients(torch.autograd.Function):
 
 
 def enter(tensor: Tensor, ranks: Ranks, readers: Readers | None = None) -> Tensor:
-    """Lets a replicated value enter a region: its gradient is summed over the ranks.
+    """Lets a replicated value of any shape enter a region: its gradient is summed over the ranks.
 
-    Args:
-        tensor: The value, equal on all ranks, of any shape.
-        ranks: The tensor ranks.
-        readers: The operations in the region that read it, complete when the forward ends; any by default.
+    ``readers`` are the operations that read it, complete when the forward ends; any by default.
     """
     return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks, readers or Readers())
 
@@ -246,13 +228,7 @@ def leave(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def gather(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """All-gathers the ranks' features along ``dim``, in the order of ranks: the result is a replicated value.
-
-    Args:
-        tensor: This rank's features, of one shape on all ranks.
-        dim: The dim of the features; the result has ``ranks.size`` times as many.
-        ranks: The tensor ranks.
-    """
+    """All-gathers the ranks' features along ``dim``, of one shape on all ranks: the result is a replicated value."""
     if ranks.size == 1:
         return tensor
     return LinearMap.apply(
@@ -265,23 +241,15 @@ def gather(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
 def sum_gradients(tensors: list[Tensor], placements: list[Shard | None], ranks: Ranks) -> list[Tensor]:
     """Sums the gradients of parameters that ranks hold in common and use on different features, in one message.
 
-    Args:
-        tensors: The parameters, or this rank's shards of them; the results have their shapes.
-        placements: For each, how it is sharded (shards that ranks repeat are summed), or None for a replicated one.
-        ranks: The tensor ranks.
+    A placement says which shard of a parameter a rank has (one that ranks repeat is summed), None that it is full.
+    The results have the shapes of the tensors.
     """
     with torch._C.DisableTorchFunctionSubclass():  # experts that other ranks share refuse reads of user code
         return list(_SumGradients.apply(ranks, tuple(placements), *tensors))
 
 
 def local_shard(full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
-    """This rank's shard of a full tensor that all ranks have; its gradient is the full one on each of them.
-
-    Args:
-        full: The same on every rank, of any shape that the placement cuts.
-        placement: How it is sharded.
-        ranks: The ranks that hold the shards.
-    """
+    """This rank's shard of a tensor of full shape that all ranks have; its gradient is full on each of them."""
     return LinearMap.apply(
         full,
         lambda full: shard_tensor(full, placement, ranks.rank, ranks.size),
@@ -293,25 +261,17 @@ Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 
 class Collective(NamedTuple):
-    """One collective of a rank.
+    """One collective of a rank."""
+
+    kind: Kind  # its name
+    nbytes: int  # of the tensor that the rank puts in
+    axis: Axis = "tensor"  # "tensor" or "context"
+
+
+class CountedRanks(Ranks):
+    """One of several ranks; the others are not there.
 
     Attributes:
-        kind: Its name.
-        nbytes: Of the tensor that the rank puts in.
-        axis: "tensor" or "context".
-    """
-
-    kind: Kind
-    nbytes: int
-    axis: Axis = "tensor"
-
-
-class CountedRanks:
-    """One of several ranks, with the collectives of the protocol `ExchangingRanks`; the others are not there.
-
-    Attributes:
-        rank: The number of this rank.
-        size: The number of ranks.
         done: The collectives so far; ranks of two axes may share one list.
     """
 

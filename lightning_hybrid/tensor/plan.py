@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,32 +18,22 @@ SequenceAxes = Literal["tensor", "context", "both"]
 SequenceParallel = Literal["tensor"] | None  # sequence parallelism: positions sharded over tensor ranks between regions
 RING = "ring attention"  # the first item of the sites of attention calls, whose rules say what the keys are
 NO_LINEAR = "no weight of a linear"  # the reason of parameters that no linear multiplies by
+ONE_TENSOR_RANK = "context ranks hold all parameters"
 NOT_A_MULTIPLE = "not a multiple of"  # in each reason that names a size which the number of ranks does not divide
 
 
 @dataclass(frozen=True)
 class LinearLike:
-    """A module that multiplies its input by a weight: a linear layer, in either weight layout, or a convolution.
+    """A module that multiplies its input by a weight: a linear layer, in either weight layout, or a convolution."""
 
-    Attributes:
-        fqn: FQN inside the unit.
-        out_dim: Dim of the weight that holds the output features (filters).
-        in_dim: Dim of the weight that holds the input features (channels).
-        feature_dim: Dim of inputs and outputs that holds the features, counted from the end.
-        is_convolution: Whether the module's own forward is called; otherwise it is one matrix product.
-        num_out: Number of output features.
-        num_in: Number of input features.
-        has_bias: Whether a bias is added.
-    """
-
-    fqn: str
-    out_dim: int
-    in_dim: int
-    feature_dim: int
-    is_convolution: bool
-    num_out: int
-    num_in: int
-    has_bias: bool
+    fqn: str  # FQN inside the unit
+    out_dim: int  # dim of the weight that holds the output features (filters)
+    in_dim: int  # dim of the weight that holds the input features (channels)
+    feature_dim: int  # dim of inputs and outputs that holds the features, counted from the end
+    is_convolution: bool  # whether the module's own forward is called; otherwise it is one matrix product
+    num_out: int  # number of output features
+    num_in: int  # number of input features
+    has_bias: bool  # whether a bias is added
 
     def parameter(self, name: str) -> str:
         """The FQN of its weight or bias."""
@@ -97,8 +87,8 @@ class PositionsPlan:
         ring_attention: For context ranks, whether no region exchanges and queries attend by ring attention.
     """
 
-    by: SequenceAxes
-    leaf_index: int = field(metadata={"key": "place"})
+    by: SequenceAxes | Literal[""]
+    leaf_index: int
     dim: int
     num_dims: int
     outputs: tuple[int, ...] = ()
@@ -107,8 +97,11 @@ class PositionsPlan:
     summed_over_tensor: tuple[str, ...] = ()
     summed_over_context: tuple[str, ...] = ()
     features: Mapping[str, Shard] = field(default_factory=dict)
-    parameter_shards: Mapping[str, Shard] = field(default_factory=dict, metadata={"key": "parts"})
+    parameter_shards: Mapping[str, Shard] = field(default_factory=dict)
     ring_attention: bool = False
+
+
+FULL_POSITIONS = PositionsPlan("", 0, 0, 0)  # each rank has all positions
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ class UnitPlan:
         full_sequence_plan: For tensor ranks with context ranks: the plan for calls whose sequence is not sharded.
         uneven: Linears that are in no pair because of a size: FQN -> size, and what it counts.
         notes: Further lines for the user.
-        calls: The lines of the user's code that called torch in trials, as `check_forward_was_proved` compares them.
+        calls: The lines of the user's code that called torch in trials, as `ProvedCalls` compares them.
         num_trials: Number of sharded runs of the unit in the search.
         seconds: Duration of the search.
     """
@@ -158,11 +151,11 @@ class UnitPlan:
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     outside: tuple[str, ...] = ()
     watched: bool = False
-    grad_inputs: frozenset[int] = field(default=frozenset(), metadata={"key": "quiet"})
-    replicated_reasons: Mapping[str, str] = field(default_factory=dict, metadata={"key": "kept"})
+    grad_inputs: frozenset[int] = frozenset()
+    replicated_reasons: Mapping[str, str] = field(default_factory=dict)
     positions: PositionsPlan | None = None
-    full_sequence_reason: str = field(default="", metadata={"key": "undealt"})
-    full_sequence_plan: UnitPlan | None = field(default=None, metadata={"key": "otherwise"})
+    full_sequence_reason: str = ""
+    full_sequence_plan: UnitPlan | None = None
     uneven: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     calls: frozenset[int] = frozenset()
@@ -178,26 +171,36 @@ class UnitPlan:
         return cls(size=size, placements=placements, replicated_reasons=dict.fromkeys(parameters, reason))
 
     @property
+    def by(self) -> SequenceAxes | Literal[""]:
+        """The axes that the sequence is sharded over; "" if it is not sharded."""
+        return (self.positions or FULL_POSITIONS).by
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters, buffers or the sequence are sharded."""
+        return bool(self.num_sharded or self.by)
+
+    @property
     def num_sharded(self) -> int:
         """Number of sharded parameters and buffers."""
         return sum(isinstance(placement, Shard) for placement in self.placements.values())
 
     def exchanges(self, group: Group) -> bool:
         """Whether context ranks exchange positions for features in a group."""
-        if self.positions is None or self.positions.by == "tensor" or self.positions.ring_attention:
+        if self.positions is None or self.by == "tensor" or self.positions.ring_attention:
             return False
         return group.role == "attention" or any(fqn in self.positions.features for fqn in group.columns)
 
     def lines(self) -> list[str]:
         """Describes the plan, one line for each group and each reason to replicate parameters."""
         lines = [str(group) for group in self.groups]
-        if self.positions is not None and self.positions.by == "tensor":
+        if self.by == "tensor":
             lines.append("sequence sharded over the ranks between these")
         elif self.positions is not None:
             exchanging = "; ".join(", ".join(group.columns) or "it" for group in self.groups if self.exchanges(group))
             where = f", and exchanged for heads from {exchanging} on" if exchanging else ""
             where += ", which attend by ring attention" * self.positions.ring_attention
-            further = ", and over the tensor ranks of each between these" if self.positions.by == "both" else ""
+            further = ", and over the tensor ranks of each between these" if self.by == "both" else ""
             lines.append(f"sequence sharded over {self.context} context ranks{further}{where}")
         elif self.full_sequence_reason:
             lines.append(f"full sequence on every rank ({self.full_sequence_reason})")
@@ -209,21 +212,29 @@ class UnitPlan:
         return [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
 
 
-def local_positions(plan: UnitPlan) -> PositionsPlan | None:
+def local_positions(plan: UnitPlan) -> PositionsPlan:
     """How the sequence is sharded, with the placements that shard a tensor rank's shard over context ranks."""
-    positions = plan.positions
-    if positions is None or positions.by == "tensor":
+    positions = plan.positions or FULL_POSITIONS
+    if plan.by in ("", "tensor"):
         return positions
+    given = (positions.features, positions.parameter_shards)
+    features, shards = (split_placements(each, plan.size, plan.context)[1] for each in given)
+    return replace(positions, features=features, parameter_shards=shards)
 
-    def of_context(placements: Mapping[str, Shard]) -> dict[str, Shard]:
-        found = {}
-        for fqn, placement in placements.items():
-            cuts = split_over_two_axes(placement, plan.size, plan.context)
-            if cuts is None:
-                raise ValueError(f"{fqn} is not sharded over {plan.size} tensor ranks and {plan.context} context ranks")
-            found[fqn] = cuts[1]
-        return found
 
-    return replace(
-        positions, features=of_context(positions.features), parameter_shards=of_context(positions.parameter_shards)
-    )
+def split_placements(
+    placements: Mapping[str, Placement], size: int, context: int
+) -> tuple[dict[str, Placement], dict[str, Any]]:
+    """Splits placements over tensor ranks times context ranks, by FQN, into those over each axis.
+
+    Raises:
+        ValueError: A parameter cannot be sharded so.
+    """
+    over_tensor: dict[str, Placement] = {}
+    over_context: dict[str, Any] = {}
+    for fqn, placement in placements.items():
+        cuts = split_over_two_axes(placement, size, context) if isinstance(placement, Shard) else (placement, placement)
+        if cuts is None:
+            raise ValueError(f"{fqn} is not sharded over {size} tensor ranks and {context} context ranks")
+        over_tensor[fqn], over_context[fqn] = cuts
+    return over_tensor, over_context

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.params.placement import Shard
-from lightning_hybrid.randomness.generators import draws
+from lightning_hybrid.randomness.generators import draws, mix
 from lightning_hybrid.step.objects.names import PACKAGE, TENSOR, TORCH, names, operator_names
 from lightning_hybrid.tensor.plan import Site
 
@@ -59,7 +59,7 @@ class KeyedDraws:
         # The same number on each rank, whether the draw is keyed or goes on from the one before.
         key = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
         before = generator.get_state()
-        generator.manual_seed(hash((key, self._rank + 1)) & 0x7FFFFFFFFFFFFFFF)
+        generator.manual_seed(mix(key, self._rank + 1))
         try:
             yield
         finally:
@@ -87,13 +87,9 @@ class LocalPositionDraws(TorchFunctionMode):
 
 
 def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None, *, linear: str = "") -> Tensor:
-    """Marks a value as sharded over ``size`` ranks.
+    """Marks a local value, of any shape, as sharded over ``size`` ranks.
 
-    Args:
-        tensor: The local value, of any shape.
-        size: Number of ranks.
-        column: Placement and dim, if code uses full offsets.
-        linear: FQN of the linear whose output it is.
+    ``column`` has its placement and dim, if code uses full offsets; ``linear`` is the linear whose output it is.
     """
     tensor._sharded_over = size  # type: ignore[attr-defined]
     if column is not None:

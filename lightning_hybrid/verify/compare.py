@@ -32,19 +32,12 @@ _COARSE = 1e-5
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """The identity of a recorded value; keys sort in the order in which values are produced.
+    """The identity of a recorded value; keys sort in the order in which values are produced."""
 
-    Attributes:
-        step: 0 before the first step, then from 1.
-        order: Position within the step.
-        what: Kind of value, such as "loss" or "update of".
-        name: Name of the metric or parameter.
-    """
-
-    step: int
-    order: int
-    what: str
-    name: str = ""
+    step: int  # 0 before the first step, then from 1
+    order: int  # position within the step
+    what: str  # kind of value, such as "loss" or "update of"
+    name: str = ""  # name of the metric or parameter
 
     def __str__(self) -> str:
         """The value's name in a report."""
@@ -58,26 +51,16 @@ _AFTER_FIT = (_CHECKPOINT, RESUMED)
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs from the reference's.
+    """A value that differs from the reference's."""
 
-    Attributes:
-        key: The value.
-        rank: The rank that recorded it.
-        reference: The reference's value; for a tensor the element that differs most. NaN if it has none.
-        value: The layout's value; NaN if it has none.
-        difference: Absolute difference, relative to the reference; relative to its update for a parameter.
-        floor: The noise floor, relative to the same.
-        element: Index of the element in the tensor; empty for a number.
-        shapes: Shapes of the reference's and the layout's tensor, if they differ.
-    """
-
-    key: Key
-    rank: int
-    reference: float
-    value: float
-    difference: float
-    floor: float
-    element: tuple[int, ...] = ()
+    key: Key  # the value
+    rank: int  # the rank that recorded it
+    reference: float  # the reference's value; for a tensor the element that differs most. NaN if it has none
+    value: float  # the layout's value; NaN if it has none
+    difference: float  # absolute difference, relative to the reference; relative to its update for a parameter
+    floor: float  # the noise floor, relative to the same
+    element: tuple[int, ...] = ()  # index of the element in the tensor; empty for a number
+    # shapes of the reference's and the layout's tensor, if they differ
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __str__(self) -> str:
@@ -106,17 +89,11 @@ def is_step_number(key: Key, logged: Collection[str]) -> bool:
 
 
 class Margin(NamedTuple):
-    """A difference that counts as rounding, and the limit for it; both relative as ``Difference.difference`` is.
+    """A difference that counts as rounding, and the limit for it; both relative as ``Difference.difference`` is."""
 
-    Attributes:
-        share: The difference as a share of its limit.
-        difference: The difference.
-        limit: The largest difference that counts as rounding.
-    """
-
-    share: float
-    difference: float
-    limit: float
+    share: float  # the difference as a share of its limit
+    difference: float  # the difference
+    limit: float  # the largest difference that counts as rounding
 
 
 def compare(
@@ -127,14 +104,9 @@ def compare(
     precision: str,
     margins: list[Margin] | None = None,
 ) -> list[Difference]:
-    """List all values that differ, the earliest first.
+    """List all values that differ, the earliest first; ``margins`` receives those that differ by rounding.
 
-    Args:
-        ranks: The record of each rank of the layout.
-        reference: The record of the one-process run.
-        noisy: The record of the same run with perturbed initial weights.
-        precision: Lightning's name of the precision, such as "64-true".
-        margins: Receives one for each value that differs by rounding.
+    ``noisy`` is the record of the reference with perturbed initial weights, ``precision`` such as "64-true".
     """
     margins = [] if margins is None else margins
     factor, relative = _FACTOR.get(precision, 50.0), _ROUNDING.get(precision, 5e-2)

@@ -26,31 +26,20 @@ EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 
 @dataclass(frozen=True)
 class DataSplit:
-    """How a layout splits the data.
+    """How a layout splits the data."""
 
-    Attributes:
-        replicas: Number of replicas, so of batches per step.
-        num_microbatches: Microbatches of each batch; None where the strategy chooses.
-        num_stages: Number of stages, on which that choice depends.
-        splitter: The user's ``batch_splitter``.
-        weight: The user's ``microbatch_weight``.
-        unsplit_steps: Steps that run on the full batch of a replica, whatever the number of microbatches.
-        shares: Number of ranks that each run training steps on a share of a replica's batch, in microbatches.
-        plain: Whether each rank runs the user's step as it is, without stages.
-        start: Training batches before this one are not split: their step did not run in stages yet.
-        end: From this batch on the step does not run in stages any more, but on shares, or unsplit if there is one
-            share. None if it does.
-    """
-
-    replicas: int
-    num_microbatches: int | None
-    num_stages: int
-    splitter: Callable[[Any, int], Sequence[Any]] | None = None
-    weight: Callable[[Any], float] | None = None
+    replicas: int  # number of replicas, so of batches per step
+    num_microbatches: int | None  # microbatches of each batch; None where the strategy chooses
+    num_stages: int  # number of stages, on which that choice depends
+    splitter: Callable[[Any, int], Sequence[Any]] | None = None  # the user's ``batch_splitter``
+    weight: Callable[[Any], float] | None = None  # the user's ``microbatch_weight``
+    # steps that run on the full batch of a replica, whatever the number of microbatches
     unsplit_steps: frozenset[str] = frozenset()
-    shares: int = 1
-    plain: bool = False
-    start: int = 0
+    shares: int = 1  # number of ranks that each run training steps on a share of a replica's batch, in microbatches
+    plain: bool = False  # whether each rank runs the user's step as it is, without stages
+    start: int = 0  # training batches before this one are not split: their step did not run in stages yet
+    # from this batch on the step does not run in stages any more, but on shares, or unsplit if there is one share. None
+    # if it does
     end: int | None = None
 
     def shares_of(self, number: int) -> int:
@@ -70,25 +59,15 @@ class DataSplit:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a step's samples, which a layout runs at once.
+    """A part of a step's samples, which a layout runs at once."""
 
-    Attributes:
-        replica: Index of the replica.
-        number: Number of the microbatch over all replicas, by which random numbers are keyed.
-        batch: The samples.
-        weight: Share of the step's samples.
-        share: The share of the replica's batch that the piece belongs to.
-        sizes: Samples of the microbatches, if the piece joins several.
-        numbers: Their numbers.
-    """
-
-    replica: int
-    number: int
-    batch: Any
-    weight: float
-    share: int = 0
-    sizes: tuple[int, ...] = ()
-    numbers: tuple[int, ...] = ()
+    replica: int  # index of the replica
+    number: int  # number of the microbatch over all replicas, by which random numbers are keyed
+    batch: Any  # the samples
+    weight: float  # share of the step's samples
+    share: int = 0  # the share of the replica's batch that the piece belongs to
+    sizes: tuple[int, ...] = ()  # samples of the microbatches, if the piece joins several
+    numbers: tuple[int, ...] = ()  # their numbers
 
 
 class Pieces:
@@ -99,13 +78,7 @@ class Pieces:
         self._usual_counts: dict[str, tuple[int, int]] = {}
 
     def of(self, name: str, batches: Sequence[Any], number: int) -> list[Piece]:
-        """The microbatches of the replicas' batches.
-
-        Args:
-            name: Name of the step.
-            batches: One for each replica.
-            number: Number of the latest training batch.
-        """
+        """The microbatches of the replicas' batches in the step ``name`` after training batch ``number``."""
         data_split, pieces, is_training = self._data_split, list[Piece](), name == "training_step"
         sizes = () if is_training else known_sizes(batches)  # in training replicas weigh the same, as under DDP
         weights_of_replicas = [size / sum(sizes) for size in sizes] or [1 / len(batches)] * len(batches)
@@ -220,15 +193,7 @@ def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mod
     """Split a loader over replicas as ``replicas`` processes would, with Lightning's distributed samplers.
 
     In training Lightning's samplers pad with repeated samples, so that all replicas have as many; in evaluation each
-    sample must count once, so here nothing is repeated.
-
-    Args:
-        trainer: The Trainer of this one process.
-        loader: The user's loader.
-        replicas: Number of replicas.
-        shuffle: Whether Lightning requests shuffling.
-        mode: Lightning's running stage.
-        join: Whether the loader yields the batches of all replicas, joined to one.
+    sample must count once, so here nothing is repeated. ``join`` yields the batches of all replicas, joined to one.
     """
     connector = importlib.import_module(type(trainer._data_connector).__module__)
     is_split = (

@@ -10,7 +10,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -19,10 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.convert import to_file
-from lightning_hybrid.checkpoint.folder import is_folder
 from lightning_hybrid.collectives.arrivals import wait_until
-from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.record import Failure, RunRecord, RunRecorder, describe_failure
 
 # How long a rank that failed waits for the other ranks to fail in the same way.
@@ -72,26 +68,8 @@ class Connection(Protocol):
     def finish(self, observed: RunRecord) -> None:
         """Complete the record after the run."""
 
-
-class LayoutConnection:
-    """Makes the strategy of a layout."""
-
-    def __init__(self, layout: Layout, num_microbatches: int | None) -> None:
-        """Take ``layout`` (the layout to run under), ``num_microbatches`` (the number where the layout names none)."""
-        self.devices = layout.devices
-        self._layout, self._num_microbatches = layout, num_microbatches
-
-    def strategy(self, pl: ModuleType) -> Any:
-        """Make the strategy as ``Trainer(strategy=name)`` does, with the options of the layout."""
-        registry = importlib.import_module(f"{pl.__name__}.strategies").StrategyRegistry
-        entry = registry[self._layout.strategy_name]
-        return entry["strategy"](**{**entry["init_params"], **self._layout.options(self._num_microbatches)})
-
-    def connect(self, trainer: Any, module: Any) -> None:
-        """Do nothing: the strategy is all that a layout sets."""
-
-    def finish(self, observed: RunRecord) -> None:
-        """Do nothing: the record is complete."""
+    def file_of(self, path: str) -> str:
+        """The file of a checkpoint that was saved at a path."""
 
 
 def namespace_of(module: Any) -> ModuleType:
@@ -112,16 +90,10 @@ def namespace_of(module: Any) -> ModuleType:
 def run_once(
     experiment: Experiment, connection: Connection, *, perturbation: float = 0.0, only_first_step: bool = False
 ) -> RunRecord:
-    """Run an experiment once on this rank; a rank that fails while others still run raises its error.
+    """Run an experiment once on this rank, and record it; a failure is recorded too.
 
-    Args:
-        experiment: The run.
-        connection: Makes the strategy.
-        perturbation: Relative size of the noise that is added to the weights before the first step.
-        only_first_step: End after one batch, without validation.
-
-    Returns:
-        The record of this rank; a failure is recorded there, and not raised.
+    The relative size ``perturbation`` of noise is added to the weights before the first step; ``only_first_step`` ends
+    after one batch, without validation.
 
     Raises:
         RuntimeError: This rank failed and others still run.
@@ -132,11 +104,6 @@ def run_once(
         if connection.devices > 1 and not _all_ended(connection.devices) and observed.failure is not None:
             raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
     return observed
-
-
-def run_layout(experiment: Experiment, layout: Layout) -> RunRecord:
-    """Run an experiment on one rank of a layout, as `run_once`."""
-    return run_once(experiment, LayoutConnection(layout, experiment.num_microbatches))
 
 
 def _run(
@@ -162,7 +129,7 @@ def _run(
                 connection.finish(observed)
                 return observed
             fitted = True
-            saved = _save(folder, trainer, module, observed) if experiment.resume else ""
+            saved = _save(folder, connection, trainer, module, observed) if experiment.resume else ""
             _test_and_predict(pl, trainer, module, data, recorder)
             connection.finish(observed)
             if saved:
@@ -200,13 +167,13 @@ def recorder_of(pl: ModuleType, perturbation: float = 0.0) -> Any:
     return type("RunRecorderCallback", (RunRecorder, pl.Callback), {})(perturbation)
 
 
-def _save(folder: str, trainer: Any, module: Any, observed: RunRecord) -> str:
+def _save(folder: str, connection: Connection, trainer: Any, module: Any, observed: RunRecord) -> str:
     """Save a checkpoint after a fit, read its values on the first rank, and return its path; empty if that fails."""
     path = str(trainer.strategy.broadcast(os.path.join(folder, "after_fit.ckpt")))
     try:
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            observed.checkpoint = saved_values(path, module, trainer.optimizers)
+            observed.checkpoint = saved_values(connection.file_of(path), module, trainer.optimizers)
     except Exception as error:
         observed.failure = _failure_after_fit(error, "a checkpoint after the fit")
         return ""
@@ -313,16 +280,10 @@ def fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
 
 
 def saved_values(path: str, module: nn.Module, optimizers: list[Any]) -> dict[str, Tensor]:
-    """Tensors and numbers of a checkpoint, of any shapes, by what they are.
+    """Tensors and numbers of the file of a checkpoint, of any shapes, by what they are.
 
-    Args:
-        path: The file, or the folder of a distributed checkpoint.
-        module: The module that was saved, whose FQNs name the states of its parameters.
-        optimizers: Those that were saved.
+    FQNs of the module name the states of its optimizers.
     """
-    if is_folder(path):
-        to_file(Path(path), Path(f"{path}.one"), weights_only=False)
-        path = f"{path}.one"
     checkpoint = torch.load(path, map_location="cpu", weights_only=False)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     values = dict(_named(checkpoint["state_dict"], ""))

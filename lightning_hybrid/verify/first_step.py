@@ -53,40 +53,25 @@ class ReplicaInput:
 
 
 class StepCall(NamedTuple):
-    """The call of the user's step.
+    """The call of the user's step."""
 
-    Attributes:
-        step: The user's bound method.
-        rest: Its arguments after the batch.
-        number: Number of the batch in the run.
-        seed_factor: Initial gradient of the backward (loss scale / accumulated batches).
-        context: Makes the context manager entered around each forward.
-    """
-
-    step: Callable[..., Any]
-    rest: Sequence[Any]
-    number: int
-    seed_factor: float
-    context: Callable[[], AbstractContextManager[Any]]
+    step: Callable[..., Any]  # the user's bound method
+    rest: Sequence[Any]  # its arguments after the batch
+    number: int  # number of the batch in the run
+    seed_factor: float  # initial gradient of the backward (loss scale / accumulated batches)
+    context: Callable[[], AbstractContextManager[Any]]  # makes the context manager entered around each forward
 
 
 @dataclass
 class OneProcessResult:
-    """Losses and gradients of one process, over all batches of one optimizer step.
+    """Losses and gradients of one process, over all batches of one optimizer step."""
 
-    Attributes:
-        losses: By batch, then by replica.
-        gradients: Full gradients averaged over the replicas, by FQN; on the CPU.
-        noisy: The same with perturbed weights.
-        mixing: How the first batch differs from the mean over its microbatches, if it does.
-        of_microbatches: The same with each microbatch on its own: for an objective that mixes samples, and in half
-            precision.
-    """
-
-    losses: list[list[float]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)  # by batch, then by replica
+    # full gradients averaged over the replicas, by FQN; on the CPU
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    noisy: OneProcessResult | None = None
-    mixing: Mixing | None = None
+    noisy: OneProcessResult | None = None  # the same with perturbed weights
+    mixing: Mixing | None = None  # how the first batch differs from the mean over its microbatches, if it does
+    # the same with each microbatch on its own: for an objective that mixes samples, and in half precision
     of_microbatches: OneProcessResult | None = None
 
 
@@ -106,14 +91,8 @@ class OneProcessStep:
     ) -> None:
         """Set up the step.
 
-        Args:
-            module: The user's module.
-            keyed: Keyed random numbers as in the pipeline; None where each replica draws from its generators.
-            device: Device of the module.
-            splitter: The user's ``batch_splitter``.
-            weight: The user's ``microbatch_weight``.
-            precision: Result of ``precision_of``.
-            runs_full_batch: Whether each replica's full batch runs at once; else its microbatches, one after the other.
+        ``keyed`` draws random numbers as the pipeline does; None where each replica draws from its generators. Without
+        ``runs_full_batch`` each replica's microbatches run one after the other.
         """
         self.result = OneProcessResult(noisy=OneProcessResult())
         self._module, self._keyed, self._splitter, self._weight = module, keyed, splitter, weight
@@ -243,19 +222,12 @@ def no_communication() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison, the same on every rank.
+    """The result of a comparison, the same on every rank."""
 
-    Attributes:
-        first: A sentence on the first number that differs; empty if none does.
-        within: The largest relative difference of those that agree.
-        num_gradients: Number of gradients compared.
-        num_noise: Number of these that consist of noise, so that they prove little.
-    """
-
-    first: str
-    within: float
-    num_gradients: int
-    num_noise: int
+    first: str  # a sentence on the first number that differs; empty if none does
+    within: float  # the largest relative difference of those that agree
+    num_gradients: int  # number of gradients compared
+    num_noise: int  # number of these that consist of noise, so that they prove little
 
 
 def precision_of(name: str, parameters: Sequence[Tensor]) -> str:
@@ -282,17 +254,8 @@ def compare_first_step(
 ) -> Verdict:
     """Compare losses, gradients and the gradient norm; collective over all ranks.
 
-    Args:
-        single: The result of one process; None on all ranks but the first.
-        losses: This rank's losses, by batch.
-        parameters: All parameters by FQN, with their gradients on the ranks that have them.
-        stages: Pipeline stages of each parameter; empty without a pipeline.
-        norm: The norm of all gradients by which this rank would clip; None without clipping.
-        replica: Index of this rank's replica.
-        mesh: The process groups.
-        device: Device of the messages.
-        precision: Result of ``precision_of``.
-        parts: Local shards of the parameters.
+    The first rank alone has ``single``. ``losses`` are this rank's by batch, ``stages`` those of each parameter, and
+    ``norm`` that by which this rank would clip. ``device`` is that of messages.
     """
     box: list[Any] = [None if single is None else _summary(single)]
     if mesh.layout.world_size > 1:

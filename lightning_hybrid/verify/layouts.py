@@ -151,10 +151,6 @@ def _value(text: str, value: str) -> Any:
 def layout_of_options(options: Mapping[str, Any], devices: int | None = None) -> Layout:
     """Return the layout of a strategy's options, named as ``parse_layout`` reads it, with the number of its replicas.
 
-    Args:
-        options: Options of the strategy by their full names.
-        devices: Number of processes; the product of the sizes if None.
-
     Raises:
         ValueError: A size is no whole number, or the processes are no multiple of the ranks that share a batch.
     """

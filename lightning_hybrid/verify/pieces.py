@@ -39,21 +39,13 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max":
 
 @dataclass
 class _LogCall:
-    """One call of ``log`` in a step.
+    """One call of ``log`` in a step."""
 
-    Attributes:
-        what: What the last piece has logged.
-        kwargs: Its other arguments.
-        values: Of the pieces that have logged it, by position.
-        sizes: Their ``batch_size``, where that is passed.
-        origin: The call of a metric that has returned the number, if one has.
-    """
-
-    what: Any = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    values: dict[int, float] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
-    origin: Any = None
+    what: Any = None  # what the last piece has logged
+    kwargs: dict[str, Any] = field(default_factory=dict)  # its other arguments
+    values: dict[int, float] = field(default_factory=dict)  # of the pieces that have logged it, by position
+    sizes: dict[int, int] = field(default_factory=dict)  # their ``batch_size``, where that is passed
+    origin: Any = None  # the call of a metric that has returned the number, if one has
 
     @property
     def how(self) -> str:
@@ -110,15 +102,7 @@ class PiecesRun(PlainRun):
         precision: str = "64-true",
         **draws: Any,
     ) -> None:
-        """Set up the run.
-
-        Args:
-            data_split: How the data are split.
-            full_training: Whether to train on each replica's batch unsplit.
-            full_evaluation: Whether to evaluate on each replica's batch unsplit.
-            precision: Lightning's name of the precision of the loss.
-            draws: ``keyed`` of a `PlainRun`.
-        """
+        """Set up the run; ``full_training`` and ``full_evaluation`` take each replica's batch unsplit."""
         super().__init__(data_split, **draws)
         self._full_training, self._full_evaluation, self._precision = full_training, full_evaluation, precision
         self._losses: dict[int, list[float]] = {}

@@ -39,10 +39,8 @@ class PlainRun:
     def __init__(self, data_split: DataSplit, *, keyed: bool = False, batch_norm: bool = True) -> None:
         """Set up the run.
 
-        Args:
-            data_split: How the layout splits the data.
-            keyed: Whether to draw random numbers as the strategies do: keyed by step, microbatch and module.
-            batch_norm: Whether BatchNorm takes its statistics per microbatch, as the layout does.
+        ``keyed`` draws random numbers as the strategies do, by step, microbatch and module; ``batch_norm`` takes the
+        statistics of BatchNorm per microbatch, as the layout does.
         """
         self.moved_generators = False
         self._data_split, self._pieces = data_split, Pieces(data_split)
@@ -104,6 +102,10 @@ class PlainRun:
         observed.has_batch_norm = has_batch_norm(self._module)
         if self._data_split.replicas > 1:
             observed.replica_predictions = [prediction_leaves(list(each.values())) for each in self._predicted]
+
+    def file_of(self, path: str) -> str:
+        """The path: Lightning saves one file."""
+        return path
 
     @property
     def _number(self) -> int:

@@ -29,16 +29,9 @@ class RanksFailed(RuntimeError):
 
 
 def run_ranks(n: int, function: Callable[..., Any], /, *args: Any, timeout: float = 300.0) -> list[Any]:
-    """Call a function on ``n`` new processes, with the environment that Lightning expects of a launcher.
+    """Call a function of a module's top level on ``n`` new processes, as a launcher would; return the result of each.
 
-    Args:
-        n: Number of ranks.
-        function: Defined at the top level of a module.
-        args: Its arguments; they and the results are pickled.
-        timeout: Seconds until all ranks must have ended.
-
-    Returns:
-        The result of each rank, by rank.
+    Arguments and results are pickled; ``timeout`` has the seconds until all ranks must have ended.
 
     Raises:
         RanksFailed: A rank failed; with the error and the output of the first that did.

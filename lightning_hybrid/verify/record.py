@@ -26,109 +26,70 @@ _RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.shared_memor
 
 @dataclass
 class StepRecord:
-    """State recorded after one training batch.
+    """State recorded after one training batch."""
 
-    Attributes:
-        loss: Loss of this rank's replica; None if the step returned none.
-        metrics: ``trainer.callback_metrics``.
-        learning_rates: One per parameter group.
-        grad_norms: Norm of the full gradient of each parameter that this rank stepped, by FQN.
-        weights: Full copies of the parameters that this rank has, by FQN.
-    """
-
-    loss: float | None
-    metrics: dict[str, float]
-    learning_rates: list[float]
-    grad_norms: dict[str, float]
-    weights: dict[str, Tensor]
+    loss: float | None  # loss of this rank's replica; None if the step returned none
+    metrics: dict[str, float]  # ``trainer.callback_metrics``
+    learning_rates: list[float]  # one per parameter group
+    grad_norms: dict[str, float]  # norm of the full gradient of each parameter that this rank stepped, by FQN
+    weights: dict[str, Tensor]  # full copies of the parameters that this rank has, by FQN
 
 
 @dataclass
 class Failure:
-    """The exception that ended a run early.
+    """The exception that ended a run early."""
 
-    Attributes:
-        message: Type and text of the exception.
-        refused: Whether this package raised it on purpose, before any parameter changed.
-        where: File and line that raised.
-        lost: Whether it only reports that the connection to another rank was lost.
-        unchanged: Whether no parameter of this rank had changed.
-        traceback: As Python prints it; empty for a refusal.
-        resuming: Whether the run was over, and one that goes on from its checkpoint failed.
-    """
-
-    message: str
-    refused: bool
-    where: str
-    lost: bool = False
-    unchanged: bool = False
-    traceback: str = ""
-    resuming: bool = False
+    message: str  # type and text of the exception
+    refused: bool  # whether this package raised it on purpose, before any parameter changed
+    where: str  # file and line that raised
+    lost: bool = False  # whether it only reports that the connection to another rank was lost
+    unchanged: bool = False  # whether no parameter of this rank had changed
+    traceback: str = ""  # as Python prints it; empty for a refusal
+    resuming: bool = False  # whether the run was over, and one that goes on from its checkpoint failed
 
 
 @dataclass
 class RunRecord:
-    """One run, as recorded by one rank.
+    """One run, as recorded by one rank."""
 
-    Attributes:
-        replica: Index of the replica whose batches this rank received.
-        start: Parameters of this rank before the first step.
-        perturbed: The same with the perturbation added, if there is one.
-        steps: One entry per training batch.
-        validations: ``trainer.callback_metrics`` after each validation.
-        metrics: ``trainer.callback_metrics`` after the run.
-        tests: ``trainer.callback_metrics`` after a test, if the module and its data have one.
-        predictions: Tensors and numbers that a prediction returned, by pytree path, if there is one.
-        coarse: Names of metrics that are kept in less than float64.
-        weights: All parameters after the run.
-        buffers: All buffers after the run.
-        checkpoint: Values of a checkpoint that was saved after the fit, by what they are; on the first rank.
-        resumed: All parameters after one step more from this checkpoint.
-        trained: FQNs of the parameters that require gradients.
-        unpartitioned_steps: Names of evaluation steps that each rank ran unpartitioned.
-        unsplit_steps: Names of steps whose batches were one microbatch each.
-        shares: Number of ranks that hold shards instead of stages.
-        in_shares: Whether they ran training steps on shares of a batch, except for the first.
-        pipelined: The first training batch that ran in stages, and the first after them that did not, if the layout
-            has changed.
-        batch: Replicas, microbatches of each, and samples of a microbatch (0 if unknown) of the training batch with the
-            most microbatches; in a reference.
-        step_numbers: Names under which steps log plain numbers, in a reference.
-        has_batch_norm: Whether the module has BatchNorm layers, in a reference.
-        mixing: The first step that is not the mean of that on its microbatches, in a reference that runs these.
-        replica_losses: For each step the loss of each replica; in a reference of several.
-        replica_buffers: The buffers of each replica; in a reference of several.
-        replica_predictions: The predictions of each replica; in a reference.
-        failure: The exception that ended the run, if one did.
-    """
-
-    replica: int = 0
-    start: dict[str, Tensor] = field(default_factory=dict)
-    perturbed: dict[str, Tensor] = field(default_factory=dict)
-    steps: list[StepRecord] = field(default_factory=list)
+    replica: int = 0  # index of the replica whose batches this rank received
+    start: dict[str, Tensor] = field(default_factory=dict)  # parameters of this rank before the first step
+    perturbed: dict[str, Tensor] = field(default_factory=dict)  # the same with the perturbation added, if there is one
+    steps: list[StepRecord] = field(default_factory=list)  # one entry per training batch
+    # ``trainer.callback_metrics`` after each validation
     validations: list[dict[str, float]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # ``trainer.callback_metrics`` after the run
+    # ``trainer.callback_metrics`` after a test, if the module and its data have one
     tests: dict[str, float] = field(default_factory=dict)
+    # tensors and numbers that a prediction returned, by pytree path, if there is one
     predictions: dict[str, Tensor] = field(default_factory=dict)
-    coarse: set[str] = field(default_factory=set)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    coarse: set[str] = field(default_factory=set)  # names of metrics that are kept in less than float64
+    weights: dict[str, Tensor] = field(default_factory=dict)  # all parameters after the run
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # all buffers after the run
+    # values of a checkpoint that was saved after the fit, by what they are; on the first rank
     checkpoint: dict[str, Tensor] = field(default_factory=dict)
-    resumed: dict[str, Tensor] = field(default_factory=dict)
-    trained: list[str] = field(default_factory=list)
-    unpartitioned_steps: frozenset[str] = frozenset()
-    unsplit_steps: frozenset[str] = frozenset()
-    shares: int = 1
-    in_shares: bool = False
+    resumed: dict[str, Tensor] = field(default_factory=dict)  # all parameters after one step more from this checkpoint
+    trained: list[str] = field(default_factory=list)  # FQNs of the parameters that require gradients
+    unpartitioned_steps: frozenset[str] = frozenset()  # names of evaluation steps that each rank ran unpartitioned
+    unsplit_steps: frozenset[str] = frozenset()  # names of steps whose batches were one microbatch each
+    shares: int = 1  # number of ranks that hold shards instead of stages
+    in_shares: bool = False  # whether they ran training steps on shares of a batch, except for the first
+    # the first training batch that ran in stages, and the first after them that did not, if the layout has changed
     pipelined: tuple[int, int | None] = (0, None)
+    # replicas, microbatches of each, and samples of a microbatch (0 if unknown) of the training batch with the most
+    # microbatches; in a reference
     batch: tuple[int, int, int] = (0, 0, 0)
-    step_numbers: set[str] = field(default_factory=set)
-    has_batch_norm: bool = False
+    step_numbers: set[str] = field(default_factory=set)  # names under which steps log plain numbers, in a reference
+    has_batch_norm: bool = False  # whether the module has BatchNorm layers, in a reference
+    # the first step that is not the mean of that on its microbatches, in a reference that runs these
     mixing: Any = None
+    # for each step the loss of each replica; in a reference of several
     replica_losses: list[list[float]] = field(default_factory=list)
+    # the buffers of each replica; in a reference of several
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    # the predictions of each replica; in a reference
     replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)
-    failure: Failure | None = None
+    failure: Failure | None = None  # the exception that ended the run, if one did
 
 
 class RunRecorder:
@@ -223,11 +184,9 @@ class RunRecorder:
 
 
 def local_copies(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> dict[str, Tensor]:
-    """CPU copies, of the full shapes, of the tensors whose content is on this rank.
+    """CPU copies, of the full shapes, of the tensors whose content is on this rank, by FQN.
 
-    Args:
-        tensors: Parameters or buffers with their FQNs, of any shapes.
-        trainer: If its strategy has sharded them, the shards are all-gathered, which is collective.
+    Shards of the trainer's strategy are all-gathered, which is collective.
     """
     shards = _local_shards_of(trainer)
     return {

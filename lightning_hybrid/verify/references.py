@@ -36,28 +36,18 @@ _UNWEIGHTED = (
 
 @dataclass
 class Reference:
-    """A run in one process that a layout is compared with.
+    """A run in one process that a layout is compared with."""
 
-    Attributes:
-        observed: The record of the run.
-        noisy: The record of the same run with perturbed initial weights.
-        draws: Whether the module draws random numbers; then they are keyed as the strategies key them.
-        irreproducible: The first value in which two equal runs differ.
-        precision: Lightning's name of the precision of its numbers.
-        notes: Remarks for the user.
-        unchanged_loss: The first loss with BatchNorm's statistics over the full batch, if the module has such layers
-            and the layout takes them per microbatch.
-        failure: The exception that ended the run, if one did.
-    """
-
-    observed: RunRecord
-    noisy: RunRecord
-    draws: bool = False
-    irreproducible: Difference | None = None
-    precision: str = "64-true"
-    notes: list[str] = field(default_factory=list)
+    observed: RunRecord  # the record of the run
+    noisy: RunRecord  # the record of the same run with perturbed initial weights
+    draws: bool = False  # whether the module draws random numbers; then they are keyed as the strategies key them
+    irreproducible: Difference | None = None  # the first value in which two equal runs differ
+    precision: str = "64-true"  # Lightning's name of the precision of its numbers
+    notes: list[str] = field(default_factory=list)  # remarks for the user
+    # the first loss with BatchNorm's statistics over the full batch, if the module has such layers and the layout takes
+    # them per microbatch
     unchanged_loss: float | None = None
-    failure: Failure | None = None
+    failure: Failure | None = None  # the exception that ended the run, if one did
 
     @property
     def depends_on_microbatches(self) -> bool:
@@ -98,12 +88,7 @@ def run_pieces(
 ) -> Reference:
     """Run the step on each replica's batch, or on each of its microbatches, and take the mean of their gradients.
 
-    Args:
-        experiment: The run.
-        data_split: How the layout splits the data.
-        plain: The reference that sees the full batch; None where the replicas' batches cannot be joined to one.
-        full_training: Whether to train on the replicas' full batches.
-        full_evaluation: Whether to evaluate on these.
+    ``plain`` is the reference that sees the full batch; None where the replicas' batches cannot be joined to one.
     """
     make = partial(PiecesRun, data_split, full_training=full_training, full_evaluation=full_evaluation)
     if plain is None:
@@ -160,21 +145,14 @@ def first_loss(run: RunRecord) -> float | None:
 
 @dataclass
 class Comparison:
-    """A layout beside one reference.
+    """A layout beside one reference."""
 
-    Attributes:
-        reference: The reference.
-        differences: The values that differ, the earliest first.
-        margins: Those that differ by rounding.
-        notes: What the reference has that the plain step on the full batch has not.
-        advice: What to do if the layout differs; the end of a sentence.
-    """
-
-    reference: Reference
-    differences: list[Difference] = field(default_factory=list)
-    margins: list[Margin] = field(default_factory=list)
+    reference: Reference  # the reference
+    differences: list[Difference] = field(default_factory=list)  # the values that differ, the earliest first
+    margins: list[Margin] = field(default_factory=list)  # those that differ by rounding
+    # what the reference has that the plain step on the full batch has not
     notes: list[str] = field(default_factory=list)
-    advice: str = ""
+    advice: str = ""  # what to do if the layout differs; the end of a sentence
 
     @property
     def is_same(self) -> bool:
@@ -200,11 +178,8 @@ class Judge:
     ) -> None:
         """Set up the comparison.
 
-        Args:
-            ranks: The record of each rank of the layout.
-            plain: The plain step on the full batch; None where the replicas' batches cannot be joined to one.
-            data_split: How the layout splits the data.
-            pieces: Makes the reference that trains, and evaluates, on full batches of replicas or on microbatches.
+        ``plain`` is None where the replicas' batches cannot be joined to one. ``pieces`` makes the reference that
+        trains, and evaluates, on full batches of replicas or on microbatches.
         """
         self._ranks, self._plain, self._pieces, self._replicas = ranks, plain, pieces, data_split.replicas
         is_split = data_split.num_microbatches != 1

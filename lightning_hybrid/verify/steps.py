@@ -37,14 +37,9 @@ def rows_of_pieces(
     *,
     batch_norm: bool = True,
 ) -> Iterator[None]:
-    """Context of a step on the samples of these pieces, one after the other.
+    """Context of a step on the samples of these pieces, of one replica each, one after the other.
 
-    Args:
-        module: The user's module.
-        randomness: Keys the random numbers of each microbatch; None leaves the generators alone.
-        number: Of the step.
-        pieces: Of one replica each.
-        batch_norm: Whether BatchNorm takes its statistics per microbatch.
+    Without ``randomness`` the generators are left alone; ``batch_norm`` takes statistics per microbatch.
     """
     sizes = [piece.sizes for piece in pieces] if all(piece.sizes for piece in pieces) else []
     flat = [size for each in sizes for size in each]
@@ -152,21 +147,14 @@ class _AddGradients(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Mixing:
-    """A step whose numbers over a batch are not the mean over its microbatches.
+    """A step whose numbers over a batch are not the mean over its microbatches."""
 
-    Attributes:
-        what: The loss, or an element of the gradient of a parameter, by its FQN.
-        full: Its value over the batch.
-        mean: Its mean over the microbatches, each with its share of the samples.
-        count: Number of microbatches.
-        is_weighted: Whether other weights, which sum to one, make it that of the batch: a mean over the entries that a
-            mask selects is such, and a contrastive loss is not, since a handful of weights cannot make all gradients.
-    """
-
-    what: str
-    full: float
-    mean: float
-    count: int
+    what: str  # the loss, or an element of the gradient of a parameter, by its FQN
+    full: float  # its value over the batch
+    mean: float  # its mean over the microbatches, each with its share of the samples
+    count: int  # number of microbatches
+    # whether other weights, which sum to one, make it that of the batch: a mean over the entries that a mask selects is
+    # such, and a contrastive loss is not, since a handful of weights cannot make all gradients
     is_weighted: bool
 
     def __str__(self) -> str:
@@ -188,19 +176,10 @@ def mixing_of(
     *,
     statistics: bool = False,
 ) -> tuple[Mixing | None, float]:
-    """Compare a step on a batch with the mean of that step on its microbatches; None if they are equal.
+    """Compare a step on a batch with the mean of that step on its microbatches, and return its loss; None if equal.
 
-    Args:
-        module: Its parameters are those of the gradients.
-        step: Runs the step on a piece, and returns a function of its loss, a scalar, or None if there is none.
-        batch: The batch.
-        pieces: Its microbatches.
-        precision: Lightning's name of the precision of the loss.
-        randomness: Of the step.
-        statistics: Whether BatchNorm's statistics over the batch count too; then ``step`` takes ``batch_norm=False``.
-
-    Returns:
-        The result, and the loss over the batch; NaN if it has none.
+    ``step`` runs the step on a piece, and returns a function of its loss, a scalar, or None if there is none. With
+    ``statistics`` BatchNorm's over the batch count too: it takes ``batch_norm=False``. A loss that is missing is NaN.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     gradients_of = partial(_gradients, parameters=[parameter for _, parameter in named])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from lightning_hybrid.text import columns
 from lightning_hybrid.verify.compare import RESUMED, Difference, noise_by_parameter, unmoved
 from lightning_hybrid.verify.data import EVALUATIONS, DataSplit
-from lightning_hybrid.verify.experiment import Experiment, run_layout
+from lightning_hybrid.verify.experiment import Experiment, run_once
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.ranks import RanksFailed, run_ranks
 from lightning_hybrid.verify.record import RunRecord
@@ -103,6 +106,43 @@ def _rounding(report: Report) -> str:
     return f"{report.largest:.1g}, limit {report.limit:.1g}" if report.limit else "none"
 
 
+class LayoutConnection:
+    """Makes the strategy of a layout."""
+
+    def __init__(self, layout: Layout, num_microbatches: int | None) -> None:
+        """Take ``layout`` (the layout to run under), ``num_microbatches`` (the number where the layout names none)."""
+        self.devices = layout.devices
+        self._layout, self._num_microbatches = layout, num_microbatches
+
+    def strategy(self, pl: ModuleType) -> Any:
+        """Make the strategy as ``Trainer(strategy=name)`` does, with the options of the layout."""
+        registry = importlib.import_module(f"{pl.__name__}.strategies").StrategyRegistry
+        entry = registry[self._layout.strategy_name]
+        return entry["strategy"](**{**entry["init_params"], **self._layout.options(self._num_microbatches)})
+
+    def connect(self, trainer: Any, module: Any) -> None:
+        """Do nothing: the strategy is all that a layout sets."""
+
+    def finish(self, observed: RunRecord) -> None:
+        """Do nothing: the record is complete."""
+
+    def file_of(self, path: str) -> str:
+        """The checkpoint as one file: a layout may save a folder."""
+        # Late: a process that runs the reference imports nothing of what saves.
+        from lightning_hybrid.checkpoint.convert import to_file
+        from lightning_hybrid.checkpoint.folder import is_folder
+
+        if not is_folder(path):
+            return path
+        to_file(Path(path), Path(f"{path}.one"), weights_only=False)
+        return f"{path}.one"
+
+
+def run_layout(experiment: Experiment, layout: Layout) -> RunRecord:
+    """Run an experiment on one rank of a layout, as `run_once`."""
+    return run_once(experiment, LayoutConnection(layout, experiment.num_microbatches))
+
+
 class RunRanks(Protocol):
     """Protocol: calls a function on the ranks of a world of processes and returns the result of each."""
 
@@ -121,13 +161,9 @@ class Verification:
         timeout: float = 300.0,
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Set up the verification.
+        """Set up the verification; ``run`` starts processes by default, ``timeout`` has the most seconds of a run.
 
-        Args:
-            experiment: The run.
-            run: Runs functions on ranks; starts processes by default.
-            timeout: Maximum seconds per run.
-            on_phase: Receives the name of each run as it begins.
+        ``on_phase`` receives the name of each run as it begins.
         """
         self.experiment = experiment
         self._on_phase = on_phase

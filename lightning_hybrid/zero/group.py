@@ -97,7 +97,7 @@ class ParameterGroup:
         self._on_read: GatherCallbacks | None = None  # gathers for code outside the layer, where such code is guarded
         self._is_read = False
         self._gather_group = ranks.shard
-        self.observer: GradientObserver | None = None
+        self._observer: GradientObserver | None = None
         self._on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
 
     def train(self, names: Sequence[str]) -> None:
@@ -111,6 +111,10 @@ class ParameterGroup:
     def guard_reads(self, gather: GatherCallbacks) -> None:
         """Gather parameters when code outside the layer reads them."""
         self._on_read = gather
+
+    def observe(self, observer: GradientObserver) -> None:
+        """Let an observer see gradients before and after they are reduced."""
+        self._observer = observer
 
     def call_on_averages(self, call: Callable[[ParameterGroup], None]) -> None:
         """Call a function once averages are in the shards."""
@@ -387,8 +391,8 @@ class ParameterGroup:
             if name in self._unused:
                 gradient, self._gradients[name] = self._unused.pop(name), None
             if gradient is not None:
-                if self.observer is not None:
-                    self.observer.before_reduce(parameter, gradient)
+                if self._observer is not None:
+                    self._observer.before_reduce(parameter, gradient)
                 self.messages.write(name, gradient)
         self.messages.launch()
 
@@ -429,8 +433,8 @@ class ParameterGroup:
                 new = self._shards.stored_gradient(new)
             before = self._gradients.get(name)
             new = self._gradients[name] = new.clone() if before is None else before + new
-            if self.observer is not None:
-                self.observer.after_reduce(self.parameters[name], new)
+            if self._observer is not None:
+                self._observer.after_reduce(self.parameters[name], new)
         if self._on_averages is not None:
             self._on_averages(self)
 

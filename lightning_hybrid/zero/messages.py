@@ -75,6 +75,10 @@ class GradientMessages:
         """Numbers of elements of each parameter in a row, as in the largest shard, by FQN."""
         return self._sizes
 
+    def stay_local(self, is_local: bool) -> None:
+        """Average inside one copy of the model only, from the next step on, or over copies again."""
+        self.is_local = is_local
+
     def begin(self, names: Sequence[str], empty: Tensor) -> None:
         """Begin a message of the gradients of these parameters, of the dtype and device of a tensor of shape (0,)."""
         self._names = list(names)

@@ -37,14 +37,14 @@ class StorageDevices:
     states: torch.device
 
     @classmethod
-    def of(cls, offloaded: Iterable[str], device: torch.device) -> StorageDevices:
-        """Put what is offloaded on the host, which includes the memory of a mapped file.
+    def of(cls, moved: Iterable[str], device: torch.device) -> StorageDevices:
+        """Put what is moved on the host, which includes the memory of a mapped file.
 
         Args:
-            offloaded: Some of "parameters", "gradients" and "optimizer_states".
+            moved: Some of "parameters", "gradients" and "optimizer_states".
             device: The compute device.
         """
-        kinds = set(offloaded)
+        kinds = set(moved)
         return cls(*(HOST if kind in kinds else device for kind in ("parameters", "gradients", "optimizer_states")))
 
     @property

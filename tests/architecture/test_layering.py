@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -62,6 +63,7 @@ FLOORS = [
 PEERS = {"pipeline", "tensor", "zero", "experts", "memory", "replicate"}
 PURE = FLOORS[0] | FLOORS[1] | FLOORS[2] | FLOORS[3]
 FRAMEWORKS = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
+RUNNERS, RUNS_LAYOUTS = ("pipeline", "run", "strategies"), ("verify", "verification")
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 MAY_IMPORT_LIGHTNING = {"strategies", "run", "techniques", "planning", "precision", "callbacks", "cli", "__init__"}
 # Private words of earlier versions; the field has a word for each of them.
@@ -105,6 +107,10 @@ def imports_of(source, path):
             base += tuple(node.module.split(".")) if node.module else ()
             for alias in node.names:
                 yield node.lineno, (*base, alias.name)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            name = next((part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)), "")
+            if str(name).startswith("lightning_hybrid.") and name != "lightning_hybrid.":
+                yield node.lineno, tuple(name.rstrip(".").split("."))
 
 
 def violations(source, path):
@@ -163,13 +169,21 @@ def test_the_strategy_only_translates_hooks():
     assert strategy.end_lineno - strategy.lineno < MAX_STRATEGY
 
 
-def import_graph():
-    """The files of the package by module, as parts, and which modules each imports; also for type checkers only."""
-    modules = {module_parts(path): path for path in sources()}
+@cache
+def imports_in(path):
+    return list(imports_of((PACKAGE / path).read_text(), path))
+
+
+def import_graph(planted=None):
+    """The files of the package by module, as parts, and which modules each imports; also for type checkers only.
+
+    `planted` has the sources of files as they would be.
+    """
+    modules, planted = {module_parts(path): path for path in sources()}, planted or {}
     return {
         module: {
             next((tuple(rest[:n]) for n in (len(rest), len(rest) - 1) if tuple(rest[:n]) in modules), ())
-            for _, (top, *rest) in imports_of((PACKAGE / path).read_text(), path)
+            for _, (top, *rest) in (imports_of(planted[str(path)], path) if str(path) in planted else imports_in(path))
             if top == "lightning_hybrid"
         }
         - {(), module}
@@ -185,13 +199,32 @@ def test_no_modules_import_each_other():
 
 def test_verification_knows_no_runner():
     """What a layout is compared with must not share its faults."""
-    graph = import_graph()
-    rooms = {module: imported for module, imported in graph.items() if module[:1] == ("verify",)}
-    known = set().union(*rooms.values())
-    oracle = {module for module in rooms if module[1:2] in (("plain",), ("pieces",), ("first_step",), ("compare",))}
+    assert runners_of_the_oracle(import_graph()) == []
+
+
+def runners_of_the_oracle(graph):
+    """What all of `verify` but the file that runs layouts imports of the runner, itself or by other files."""
+    oracle = {module for module in graph if module[:1] == ("verify",) and module not in (("verify",), RUNS_LAYOUTS)}
+    assert len(oracle) > 8 and RUNS_LAYOUTS in graph
     while more := {other for module in oracle for other in graph[module]} - oracle:
         oracle |= more
-    assert oracle and not [module for module in known | oracle if module[0] in ("pipeline", "strategies")]
+    return sorted(module for module in oracle if module[0] in RUNNERS or module == RUNS_LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("verify/plain.py", "from lightning_hybrid.pipeline.staged import StagedRunner"),
+        ("verify/steps.py", "def late():\n    from ..run import run"),
+        ("verify/record.py", "import importlib\nimportlib.import_module('lightning_hybrid.run.run')"),
+        ("verify/data.py", "from lightning_hybrid.verify.verification import run_layout"),
+        ("batch/split.py", "def late():\n    from lightning_hybrid.pipeline.staged import StagedRunner"),
+        ("randomness/keyed.py", "from importlib import import_module\nimport_module(f'lightning_hybrid.run.{1}')"),
+    ],
+)
+def test_runners_of_the_oracle_are_found(path, source):
+    """At the top or in a function, by a statement or a call, in `verify` or in what it imports."""
+    assert (PACKAGE / path).exists() and runners_of_the_oracle(import_graph({path: source}))
 
 
 def names_in(source, path):

@@ -1,11 +1,13 @@
 """Rooms that a run does not use are not imported: the start of each rank costs what the run asks for."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "lightning_hybrid"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lightning_hybrid"
 MOST_MODULES = 290  # of 690; of a run on two replicas
 UNUSED_ROOMS = {"tensor", "experts", "verify", "slow_links", "cli", "equivalence"}
 UNUSED = (
@@ -66,3 +68,26 @@ def test_what_must_not_be_imported_exists():
     for name in (*UNUSED_ROOMS, *UNUSED, *UNUSED_BY_STAGES):
         path = PACKAGE / name.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), name
+
+
+REFERENCE = """
+import sys
+from models.regression import Dropping, regression_data
+from lightning_hybrid.verify import Experiment, Layout
+from lightning_hybrid.verify.references import data_split_of, run_pieces, run_plain
+
+experiment = Experiment(make_module=Dropping, make_data=regression_data, steps=1)
+split = data_split_of(experiment, Layout("dp2 x pp2", 4, {"pipeline_parallel_size": 2}))
+plain = run_plain(experiment, split)
+pieces = run_pieces(experiment, split, plain, False, False)
+assert plain.draws and plain.observed.checkpoint and pieces.failure is None
+runners = "pipeline", "run", "strategies", "techniques", "zero", "tensor", "checkpoint.convert"
+print([name for name in sys.modules if name.startswith(tuple(f"lightning_hybrid.{room}" for room in runners))])
+"""
+
+
+def test_a_reference_runs_without_the_runner():
+    """Nor is any of it imported while the reference runs."""
+    command, environment = [sys.executable, "-c", REFERENCE], {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert run.stdout.splitlines()[-1] == "[]"

@@ -79,7 +79,9 @@ def test_rates_are_samples_over_seconds():
     with mock.patch.object(run_plot, "perf_counter", side_effect=[10.0, 12.0, 12.5, 13.0]):
         for step, batch in enumerate(batches, 1):
             outputs = {"loss": torch.tensor(float(step))} if step < 4 else None
-            plot.on_train_batch_end(mock.Mock(global_step=step), mock.Mock(device="cpu"), outputs, batch, 0)
+            trainer = mock.Mock(accumulate_grad_batches=1, log_every_n_steps=50)
+            trainer.fit_loop.epoch_loop = mock.Mock(batch_idx=step - 1, _batches_that_stepped=step - 1)
+            plot.on_train_batch_end(trainer, mock.Mock(device="cpu"), outputs, batch, 0)
     plot._to_host()
     assert plot.rates[1:3] == [2.0, 12.0] and math.isnan(plot.rates[0]) and math.isnan(plot.rates[3])
     assert plot.losses[:3] == [1.0, 2.0, 3.0] and math.isnan(plot.losses[3])

@@ -25,8 +25,9 @@ from harness.verification import call_quietly
 from lightning_hybrid.batch.split import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
 from lightning_hybrid.verify.compare import compare
-from lightning_hybrid.verify.experiment import LayoutConnection, run_layout, run_once
+from lightning_hybrid.verify.experiment import run_once
 from lightning_hybrid.verify.record import RunRecord, perturb, perturbation
+from lightning_hybrid.verify.verification import LayoutConnection, run_layout
 
 PARITY, DRAWS, DEMOTED = "parity", "parity up to random draws", "demoted with parity"
 REFUSED, FAILED, DIFFERENT = "refused", "failed", "different"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from harness.thread_ranks import on_ranks
 from lightning_hybrid.sequence.kernels import (
     EfficientOnCuda,
     FlashOnCuda,
@@ -20,7 +21,6 @@ from lightning_hybrid.sequence.positions import (
     local_positions,
 )
 from lightning_hybrid.sequence.ring import ring_attention
-from lightning_hybrid.tensor.proof.trials import on_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -39,7 +39,7 @@ class Devices(Callback):
     """Whether the pipeline runs, and the devices of states."""
 
     def on_train_end(self, trainer, pl_module):
-        offloaded = trainer.strategy._lifecycle.optimization.offloaded
+        offloaded = trainer.strategy._lifecycle.optimization.moved
         self.pipelines = [each.host_optimizer is not None for each in offloaded]
         entries = trainer.optimizers[0].state.values()
         self.states = {value.device.type for entry in entries for value in entry.values() if value.dim()}

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import optimizer as optimizers
 
+from harness.thread_ranks import on_ranks
 from lightning_hybrid.logits.heads import ChunkedLoss, find_output_heads
 from lightning_hybrid.logits.lazy import LazyLogits
 from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.params.placement import Shard, join, shard_tensor
-from lightning_hybrid.tensor.proof.trials import on_ranks
 
 SAMPLES, LENGTH, WIDTH, VOCABULARY = 3, 7, 5, 31
 

@@ -5,12 +5,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.thread_ranks import on_ranks
 from lightning_hybrid.logits import rules as slice_losses
 from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
-from lightning_hybrid.params.placement import join, shard_tensor
-from lightning_hybrid.tensor.proof.trials import TrialFailed, on_ranks
-from lightning_hybrid.tensor.search.model import choose_vocabulary_shardings, cross_entropy_failure
+from lightning_hybrid.params.placement import Shard, join, shard_tensor
+from lightning_hybrid.tensor.proof.proof import TOLERANCE
+from lightning_hybrid.tensor.proof.trials import TrialFailed
+from lightning_hybrid.tensor.search.model import choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.uses import VocabularyUses
 
 ROWS, WIDTH, SHAPE = 13, 6, (3, 5)
@@ -169,9 +171,59 @@ def test_row_out_of_range_raises(sought):
         on_ranks(2, one)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_cross_entropy_is_proved(size):
-    assert cross_entropy_failure(50257, size) is None
+FEATURES, POSITIONS, MAX_ROWS = 5, (3, 7), 97
+
+
+def cross_entropy_failure(length, size):
+    """Compares a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None."""
+    rows = length if length <= MAX_ROWS * size else MAX_ROWS * size + length % size
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    weight, bias, x = random(rows, FEATURES), random(rows), random(*POSITIONS, FEATURES)
+    tokens = torch.linspace(0, rows - 1, x[..., 0].numel()).long().view(POSITIONS)
+    targets = tokens.flip(0).clone()
+    targets[0, 0] = targets[2, 3] = -100
+    expected = results_of(weight, bias, x, tokens, targets)
+
+    def one(ranks):
+        vocabulary = Vocabulary(rows, ranks)
+        local = [shard_tensor(full, vocabulary.shard(0), ranks.rank, size) for full in (weight, bias)]
+        return results_of(local[0], local[1], x, tokens, targets, vocabulary)
+
+    outcomes = on_ranks(size, one)
+    placement = Shard.unevenly(0, rows, size)
+    for index, (name, wanted) in enumerate(zip(RESULTS, expected, strict=True)):
+        each = [outcome[index] for outcome in outcomes]
+        for found in [join(each, placement)] if "row" in name else each:
+            distance = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
+            if not distance <= TOLERANCE:
+                return f"{name} of a vocabulary-parallel cross entropy: relative difference {distance:.1e}"
+    return None
+
+
+RESULTS = ("loss", "smoothed loss", "largest", "gradient of rows", "gradient of the rows' biases", "gradient of inputs")
+
+
+def results_of(weight, bias, x, tokens, targets, vocabulary=None):
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in (weight, bias, x)]
+    rows, row_biases, x = inputs
+    if vocabulary is not None:
+        rows, row_biases = represent(rows, 0, vocabulary), represent(row_biases, 0, vocabulary)
+    logits = F.linear(F.embedding(tokens, rows) * 0.5 + x, rows, row_biases)
+    shifted = logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(shifted, targets[:, 1:].flatten())
+    smooth = F.cross_entropy(logits.transpose(1, 2), targets, label_smoothing=0.1, reduction="sum")
+    largest = logits.argmax(-1).double()
+    return [loss.detach(), smooth.detach(), largest, *torch.autograd.grad(loss + smooth, inputs)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("length", [13, 16, 96, 50257, 50258, 50259, 128256])
+def test_cross_entropy_with_a_tied_weight_is_that_of_full_logits(length, size):
+    assert cross_entropy_failure(length, size) is None
 
 
 def test_planted_faults_are_found(monkeypatch):

@@ -9,10 +9,10 @@ from torch import nn
 from harness.live_storages import LiveStorages
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.amounts import Budget, parse_budget
+from lightning_hybrid.memory.live import LiveBytes
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import layer_policies
-from lightning_hybrid.memory.recompute.profile import LiveBytes
 from lightning_hybrid.step.objects.modules import find_layers
 
 CPU = torch.device("cpu")

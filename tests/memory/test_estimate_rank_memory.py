@@ -20,13 +20,14 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.predict.ranks import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages, places_of
+from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.run.execution.steps import FirstActivations
 from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.in_flight import microbatches_in_flight
 from lightning_hybrid.step.recording.record import record
 from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.step.standins.counts import bytes_saved_behind
+from lightning_hybrid.techniques.offload import Offload
 from lightning_hybrid.techniques.zero import Zero
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -75,7 +76,8 @@ def test_offloaded_states_are_not_in_the_memory_of_the_device():
     [("cpu", {"parameters": "files"}), ("cuda", {"parameters": "files", "gradients": "host"})],
 )
 def test_offload_to_the_host_of_a_cpu_run_is_still_memory(device, expected):
-    assert places_of({"parameters": "disk:/tmp/x", "gradients": "cpu"}, torch.device(device)) == expected
+    run = SimpleNamespace(setting=SimpleNamespace(device=torch.device(device)))
+    assert Offload({"parameters": "disk:/tmp/x", "gradients": "cpu"}).places(run) == expected
 
 
 def test_unknown_states_stay_unknown():

@@ -86,7 +86,7 @@ def test_a_submitted_layer_waits_for_nothing(copies):
     steps = StepsInBackward(optimizer, offloaded, layers, names={})
     before = [p.clone() for p in module.parameters()]
     copies.arrive.clear()
-    steps.is_allowed = True
+    steps.allow(True)
     steps.begin_backward(is_last=True)
     backward(module, 0)
     assert all(torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True)), "nothing has arrived"

@@ -186,7 +186,7 @@ def test_truncated_parameter_file_stops_the_run(worlds, tmp_path, callback, num_
 
 class ResidentStates(CountsResident):
     def on_train_start(self, trainer, pl_module):
-        [offloaded] = trainer.strategy._lifecycle.optimization.offloaded
+        [offloaded] = trainer.strategy._lifecycle.optimization.moved
         self.count(offloaded.file)
 
 

@@ -311,7 +311,7 @@ def test_a_gradient_that_is_not_final_is_left():
     p = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([p], lr=1.0)
     steps = StepsInBackward(optimizer, InPlaceSubsetStep(optimizer), [[p]], names={id(p): "p"})
-    steps.is_allowed = True
+    steps.allow(True)
     steps.begin_backward(is_last=False)
     p.sum().backward()
     assert torch.equal(p.grad, torch.ones(3)) and torch.equal(p, torch.ones(3))

@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from harness.fits import trainer_of
 from harness.launched_jobs import run
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.callbacks import ActivationCheckpointing
 from lightning_hybrid.errors import LayoutError, PlanError
 from lightning_hybrid.experts import MoE
 from lightning_hybrid.planning import auto
@@ -242,6 +244,40 @@ def test_microbatches_that_change_batch_norm_are_not_planned(monkeypatch):
     with pytest.raises(PlanError, match="with m=1 as set"):
         plan_on(monkeypatch, 1, 0.403e9, module, **PLANNED)
     assert plan_on(monkeypatch, 1, 0.407e9, module, **PLANNED).get("num_microbatches", 1) == 1
+
+
+class FullBatch(Net):
+    """Its activations are large."""
+
+    def __init__(self):
+        super().__init__(batch=4096)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(4096, 64), torch.zeros(4096, 4)), 4096)
+
+
+def planned_for_activations(path, max_memory, callbacks, **options):
+    """On a rank: the planned options and the recomputation of a fit, and what its checkpoint has of this package."""
+    dist.destroy_process_group()  # a step is recorded for a plan where there is none
+    strategy = Hybrid3DStrategy(max_memory=max_memory, **options)
+    trainer = trainer_of(1, strategy, callbacks, max_steps=1)
+    trainer.fit(FullBatch())
+    trainer.save_checkpoint(path)
+    planned, recompute = strategy.options, strategy.run.setting.recompute
+    return planned.num_microbatches, planned.recompute, recompute, torch.load(path, weights_only=True).get("hybrid3d")
+
+
+def test_checkpoints_of_planned_microbatches_have_the_seed(worlds, tmp_path):
+    """A resumed run draws the same random numbers for each sample as the one that was saved."""
+    path = str(tmp_path / "fit.ckpt")
+    [(microbatches, _, _, saved)] = worlds.run(1, planned_for_activations, path, "402MB", [], recompute=None)
+    assert microbatches > 1 and isinstance(saved["seed"], int)
+
+
+def test_recomputation_of_a_callback_replaces_what_is_planned(worlds, tmp_path):
+    arguments = str(tmp_path / "fit.ckpt"), "405MB", [ActivationCheckpointing(2)]
+    [(_, planned, recompute, _)] = worlds.run(1, planned_for_activations, *arguments, num_microbatches=1)
+    assert planned == "selective" and recompute == 2
 
 
 def test_options_that_are_set_are_kept(monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import tempfile
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_hybrid.errors import PrecisionError, StepError
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.precision.float32_step import MASTER_WEIGHT
 from lightning_hybrid.run.optimizer_steps.limits import check_random_rounding
+from lightning_hybrid.techniques.offload import Offload
 from models.cases import Samples
 from models.full_parameter_optimizers import ManuallyByMuon
 from models.hand_written import Layers
@@ -380,11 +382,14 @@ def test_refused(worlds, words):
 
 def test_random_rounding_needs_the_places_of_elements():
     random, kept = (HybridPrecision("bf16-true", **{name: True}) for name in ("stochastic_rounding", "master_weights"))
-    cuda, states = torch.device("cuda", 0), {"optimizer_states"}
-    check_random_rounding(random, torch.device("cpu"), states, shards_manual_steps=False)
-    check_random_rounding(kept, cuda, states, shards_manual_steps=True)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    offload, run = Offload({"optimizer_states": "cpu"}), SimpleNamespace
+    offload.check_optimizers(run(setting=run(device=cpu, precision=random)), [])
+    offload.check_optimizers(run(setting=run(device=cuda, precision=kept)), [])
+    check_random_rounding(random, shards_manual_steps=False)
+    check_random_rounding(kept, shards_manual_steps=True)
     with pytest.raises(PrecisionError, match="offload of optimizer states from cuda:0 steps copies"):
-        check_random_rounding(random, cuda, states, shards_manual_steps=False)
+        offload.check_optimizers(run(setting=run(device=cuda, precision=random)), [])
 
 
 def fit_by_lightning():

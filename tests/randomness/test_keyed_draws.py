@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline
-from lightning_hybrid.randomness.generators import draws
+from lightning_hybrid.randomness.generators import draws, mix
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 
 
@@ -27,6 +27,12 @@ from lightning_hybrid.randomness.keyed import KeyedRandomness
 )
 def test_call_draws_only_if_enabled(name, args, kwargs, expected):
     assert draws(name, args, kwargs) is expected
+
+
+def test_seeds_are_equal_on_every_machine():
+    assert mix(0) == 893442142816765029
+    assert mix(1, 2, 3) == 6520558355739401531
+    assert mix(-1, 2**64 + 5) == mix(2**64 - 1, 5) == 8594437289314886494
 
 
 class Quiet(nn.Module):

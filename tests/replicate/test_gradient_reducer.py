@@ -310,7 +310,7 @@ def test_observer_sees_gradients_before_and_after():
     model.layers[3].requires_grad_(False)
     reducer = small_buckets(model)
     for _ in range(2):
-        reducer.observer = log = Log()
+        reducer.observe(log := Log())
         reducer.arm()
         backward(model, range(6))
         reducer.finish()
@@ -327,7 +327,7 @@ def test_observer_sees_sparse_gradients_once():
     model = Embeddings()
     reducer = GradientReducer(list(model.named_parameters()), group())
     for _ in range(2):
-        reducer.observer = log = Log()
+        reducer.observe(log := Log())
         reducer.arm()
         model(torch.tensor([dist.get_rank(), 3])).sum().backward()
         reducer.finish()

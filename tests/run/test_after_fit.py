@@ -4,6 +4,7 @@ import os
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import BertConfig, BertModel
 
 from harness.layouts import under_sizes
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.checkpoint.read import SavedFolder
+from lightning_hybrid.patching import active_patches
 from lightning_hybrid.run import module_state
 from lightning_hybrid.run.module_state import Place, place_for
 from models.regression import FEATURES, Regressor, mlp, regression_data
@@ -172,3 +175,25 @@ def without_room(pp, folder, further):
 @pytest.mark.parametrize(("pp", "further"), [(2, {}), (1, {"zero_stage": 3})], ids=["pp2", "zero3"])
 def test_a_module_without_room_stays_in_shards(worlds, tmp_path, pp, further):
     worlds.run(2, without_room, pp, str(tmp_path), further)
+
+
+def folder_after(pp, folder, further, has_room):
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_room:
+            patch.setattr(module_state, "free_on_host", lambda: 0)
+        module, trainer = fit(OnlyTrains, 2, pp, folder, save_distributed_checkpoint=True, **further)
+        trainer.save_checkpoint(path := os.path.join(folder, "after.ckpt"))
+    replaced = [each.name for each in active_patches()]
+    trainer.strategy._files._reading_shards.close()  # as the next run does
+    state = SavedFolder(Path(path)).checkpoint()["state_dict"]
+    assert state.keys() == OnlyTrains().state_dict().keys()
+    assert not has_room or all(torch.equal(state[name], value) for name, value in module.state_dict().items())
+    return replaced, sorted(name for name in os.listdir(path) if name.endswith(".distcp"))
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["full", "in shards"])
+@pytest.mark.parametrize(("pp", "further"), [(2, {}), (1, {"zero_stage": 3})], ids=["pp2", "zero3"])
+def test_each_rank_writes_its_share_of_a_folder_after_the_run(worlds, tmp_path, pp, further, has_room):
+    reads = [] if has_room else ["_get_lightning_module_state_dict"]
+    for replaced, files in worlds.run(2, folder_after, pp, str(tmp_path), further, has_room):
+        assert replaced == reads and files == ["__0_0.distcp", "__1_0.distcp"]

@@ -14,7 +14,7 @@ from harness.fits import Run, assert_bitwise_equal, fit, refusal
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCheckpointing
 from lightning_hybrid.callbacks.monitors.holders import PeakMeter, bytes_by_kind, find_holders
-from lightning_hybrid.memory.recompute.profile import LiveBytes
+from lightning_hybrid.memory.live import LiveBytes
 from models.hugging_face import GPT2, GPT2Dropout
 
 

@@ -21,11 +21,16 @@ LAYOUTS = {
     "pp2": (2, {"num_microbatches": 2}),
     "zero3": (1, {"zero_stage": 3}),
     "tp2": (1, {"tensor_parallel_size": 2}),
+    "zero3, folders": (1, {"zero_stage": 3, "save_distributed_checkpoint": True}),
 }
 
 
 class Breaks(Tiny):
-    error = None
+    error, where = None, "on_train_batch_end"
+
+    def on_fit_start(self):
+        if self.where == "on_fit_start":
+            raise self.error("before the first batch")
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -36,7 +41,7 @@ class Breaks(Tiny):
         self.log("val", self.loss(batch))
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        if batch_idx == 1 and self.error:
+        if batch_idx == 1 and self.error and self.where == "on_train_batch_end":
             raise self.error("after the second batch")
 
 
@@ -44,6 +49,7 @@ def state_of(trainer):
     """State that a run might change on a Trainer and in the process."""
     loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
     loops += [trainer.fit_loop.epoch_loop.automatic_optimization, trainer.validate_loop, trainer.test_loop]
+    loops += [trainer.fit_loop._data_source]
     connectors = [trainer._signal_connector, trainer._data_connector, trainer._checkpoint_connector]
     return {
         "callbacks": [type(callback).__name__ for callback in trainer.callbacks],
@@ -52,10 +58,10 @@ def state_of(trainer):
     }
 
 
-def changed_state(pp, options, error):
+def changed_state(pp, options, error, where="on_train_batch_end"):
     ignore_warnings()
     module, trainer, reports = Breaks(), trainer_of(2, pp, strategy_options=options, max_epochs=1), []
-    module.error = error
+    module.error, module.where = error, where
     before = state_of(trainer)
     with mock.patch.object(Strategy, "on_exception", lambda _, exception: reports.append(str(exception))):
         try:
@@ -73,6 +79,12 @@ def test_trainer_is_restored_after_a_run(worlds, layout, error):
         raised = "SystemExit" if error is KeyboardInterrupt else "RuntimeError"
         assert reports == ([] if error is None else ["after the second batch", raised])
         assert not changed, changed
+
+
+def test_loaders_of_a_recorded_step_end_with_the_run(worlds):
+    """Later runs call the loader's hook again, though the loop of this one has read none."""
+    for reports, changed in worlds.run(2, changed_state, *LAYOUTS["pp2"], RuntimeError, "on_fit_start"):
+        assert reports == ["before the first batch", "RuntimeError"] and not changed, changed
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

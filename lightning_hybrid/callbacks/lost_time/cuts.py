@@ -32,13 +32,7 @@ class RebalancedCuts:
         return not any(isinstance(callback, GradientCompression) for callback in trainer.callbacks)
 
     def propose(self, strategy: Any, steps: MeasuredSteps, step: int) -> None:
-        """Decide by the measured steps of the first rank whether the stages change; collective.
-
-        Args:
-            strategy: Of the run.
-            steps: Those measured so far; of the first rank.
-            step: The latest step of the optimizer.
-        """
+        """Decide by the first rank's measured steps, up to ``step``, whether the stages change; collective."""
         plan = strategy.run.plan
         before = self.pending
         chosen: tuple[tuple[str, ...], str] | None = None
@@ -77,10 +71,7 @@ class RebalancedCuts:
     def cuts_of_start(self, module: nn.Module, cuts: Sequence[str] | None, num_stages: int) -> list[str] | None:
         """Return the cuts with which a run begins; None if it has chosen none, or these are for other stages.
 
-        Args:
-            module: The user's.
-            cuts: ``pipeline_cuts`` of the strategy; those chosen by measurement replace the value that they had then.
-            num_stages: Number of stages.
+        Those chosen by measurement replace the value that ``cuts``, an option of the strategy, had then.
         """
         self._used, self._proposed = self.state_dict(), {}
         chosen = self._used.get("pipeline_cuts")

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps
-from lightning_hybrid.layout import AXES
 from lightning_hybrid.predict.hardware import processor_name
 from lightning_hybrid.predict.options import LAYOUT_OPTIONS
 from lightning_hybrid.schedule.measured.cuts import present_cuts
@@ -33,11 +32,7 @@ def write_measured_costs(
 ) -> Path | None:
     """Write the measured costs into the folder of checkpoints; return the path, or None if there is no local one.
 
-    Args:
-        trainer: Of the run.
-        steps: At least one.
-        batch_size: Samples of a replica's batch; None if unknown.
-        **measured: Further fields of `MeasuredCosts`: the model, its memory and the first step of the run.
+    ``batch_size`` has the samples of a replica's batch, ``measured`` further fields of `MeasuredCosts`.
     """
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder is None or "://" in str(folder):
@@ -91,8 +86,7 @@ def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **m
             "precision": str(trainer.precision),
         },
         layout={
-            **dict(zip(AXES, layout.sizes, strict=True)),
-            "ep": layout.expert_parallel_size,
+            **layout.by_axis,
             "stages_per_rank": 1 if assignment is None else options.stages_of_each_rank,
         },
         schedule=options.schedule if assignment is not None else "",

@@ -41,7 +41,7 @@ _MOST_STEPS = 100  # the latest ones; each has the times of all its actions
 class AnalyzedStep:
     """One measured step."""
 
-    step: int  # of the optimizer, counted from 1
+    step: int  # counted from 1
     lost: LostTime  # its time by cause
     columns: Mapping[str, Sequence[int]]  # numbers of the lanes, by heading
     pipelines: tuple[Timeline, ...]  # the actions of each pipeline, without the optimizer's
@@ -51,13 +51,7 @@ class AnalyzedStep:
 def analyze_step(step: int, measured: MeasuredStep, assignment: Assignment | None) -> AnalyzedStep | None:
     """Attribute the time of a measured step to its causes.
 
-    Args:
-        step: Of the optimizer.
-        measured: Its actions; of full pipelines, if there are any.
-        assignment: The stages; None without.
-
-    Returns:
-        The step; None for parts of pipelines, and where a lane ran an action twice (manual optimization).
+    None for parts of pipelines, and where a lane ran an action twice (manual optimization).
     """
     if assignment is not None and measured.portals is None:
         return None
@@ -151,11 +145,7 @@ class MeasuredSteps:
         return self._proposal[1]
 
     def lines(self, present: Assignment | None) -> list[str]:
-        """The table of the lost time, the slowest stage and the proposed cuts.
-
-        Args:
-            present: The stages of the run; None without.
-        """
+        """The table of the lost time, the slowest stage and the proposed cuts; the run has the ``present`` stages."""
         typical = self.typical
         lines = table_of(typical, len(self.steps))
         if self.assignment is None:

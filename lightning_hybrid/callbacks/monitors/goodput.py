@@ -14,13 +14,14 @@ from lightning_hybrid.batch.split import batch_size_of
 from lightning_hybrid.callbacks import pictures
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.pictures import BLUE, GREEN, GREY, INK, MUTED
+from lightning_hybrid.callbacks.steps import step_of, steps_done
 from lightning_hybrid.soft_failures import only_informs
 
 
 class GoodputRow(NamedTuple):
     """What is logged at one step."""
 
-    step: int  # of the optimizer
+    step: int
     noise_scale: float  # in samples
     batch_size: int  # samples of an optimizer step, of all replicas
     efficiency: float  # progress per sample, over that of a batch of the base size
@@ -105,8 +106,8 @@ class GoodputMonitor(GradientNoise):
         if size is None:
             return
         self._samples += size
-        is_logged = not trainer.fit_loop._should_accumulate() and trainer._logger_connector.should_update_logs
-        if not is_logged or not len(self._weights):
+        step = step_of(trainer)
+        if not (step.ends and step.is_logged and len(self._weights)):
             return
         now = perf_counter()
         replicas = self._data_parallel_size
@@ -117,7 +118,7 @@ class GoodputMonitor(GradientNoise):
         efficiency = 1.0 if noise == math.inf else (noise + base) / (noise + batch_size)
         throughput = self._samples * replicas / max(now - self._since, 1e-9)
         self._samples, self._since = 0, now
-        row = GoodputRow(trainer.global_step, noise, batch_size, efficiency, throughput)
+        row = GoodputRow(step.number, noise, batch_size, efficiency, throughput)
         self.rows.append(row)
         if trainer.is_global_zero and noise != math.inf:
             self._log(trainer, row)
@@ -149,7 +150,7 @@ class GoodputMonitor(GradientNoise):
         """Draws the noise scale and the goodput over the steps."""
         rows = [row for row in self.rows if row.noise_scale != math.inf]
         if trainer.is_global_zero and rows:
-            pictures.show_plot(lambda: _draw(rows), self.path, trainer.loggers, "goodput", trainer.global_step)
+            pictures.show_plot(lambda: _draw(rows), self.path, trainer.loggers, "goodput", steps_done(trainer))
 
 
 def _draw(rows: list[GoodputRow]) -> Any:

@@ -30,13 +30,7 @@ class Holder(NamedTuple):
 
 
 def find_holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> list[Holder]:
-    """Find what this rank holds on a device.
-
-    Args:
-        module: The user's module; parameters of other ranks are left out.
-        optimizers: With states for its parameters.
-        device: Of the memory to count.
-    """
+    """Find what this rank holds on a device; the optimizers have states for parameters of the module."""
     seen: set[int] = set()
     states = {id(p): values for optimizer in optimizers for p, values in optimizer.state.items()}
     parameters = [(name, p) for name, p in module.named_parameters() if not is_absent(p)]
@@ -104,9 +98,8 @@ class PeakMeter:
     def start(self, tensors: Iterable[Tensor] = ()) -> None:
         """Begin to measure.
 
-        Args:
-            tensors: Of any shape, that exist already and may be released before `stop`: the profiler does not see the
-                release of what was allocated before. Other tensors that exist are taken to stay.
+        The profiler does not see the release of what was allocated before. ``tensors``, of any shape, may be released
+        before `stop`; others that exist are taken to stay.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -119,11 +112,7 @@ class PeakMeter:
         self._profile.__enter__()
 
     def stop(self, bytes_at_start: int) -> int:
-        """Return the peak in bytes since the start.
-
-        Args:
-            bytes_at_start: That tensors took at the start; not used on a GPU.
-        """
+        """Return the peak in bytes since the start, at which tensors took ``bytes_at_start`` (not used on a GPU)."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         profile = self.close()

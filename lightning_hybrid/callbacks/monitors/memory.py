@@ -23,6 +23,7 @@ from lightning_hybrid.callbacks.pictures import (
     MUTED,
     ORANGE,
 )
+from lightning_hybrid.callbacks.steps import step_of
 from lightning_hybrid.errors import add_error_note, causes_of, is_out_of_memory
 from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.soft_failures import only_informs
@@ -65,7 +66,7 @@ class MemoryMonitor(Callback):
 
     Args:
         path: File of the picture (PNG, SVG or PDF); none is written if None.
-        step: The optimizer step to measure, counted from 1; states of most optimizers are there after the first.
+        step: The step to measure, counted from 1; states of most optimizers are there after the first.
         every_n_steps: Interval of further steps to measure; None for no others.
         num_largest: How many parameters, gradients, states and layers an explanation names.
         folder: Where an explanation and a snapshot go; the Trainer's ``default_root_dir`` if None.
@@ -85,8 +86,7 @@ class MemoryMonitor(Callback):
         folder: str | Path | None = None,
     ) -> None:
         self.path = pictures.plot_path(path, "memory.png")
-        pictures.check_counts(step=step, num_largest=num_largest)
-        pictures.check_counts(**({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
+        pictures.check_counts(step=step, num_largest=num_largest, every_n_steps=every_n_steps)
         self.step, self.every_n_steps, self.num_largest = step, every_n_steps, num_largest
         self.folder = None if folder is None else Path(folder)
         self.measured: list[dict[str, int]] = []
@@ -117,13 +117,11 @@ class MemoryMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins to measure, if the step was requested."""
-        if batch_idx % trainer.accumulate_grad_batches or not pictures.is_wanted(
-            trainer.global_step + 1, self.step, self.every_n_steps
-        ):
-            return
-        self._is_measured = True
-        with only_informs(_WHAT):
-            self._begin(trainer, pl_module)
+        step = step_of(trainer)
+        if step.begins and pictures.is_wanted(step.number, self.step, self.every_n_steps):
+            self._is_measured = True
+            with only_informs(_WHAT):
+                self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = trainer.strategy.root_device
@@ -148,7 +146,8 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Reports the step that has just ended, if it was measured; collective over all ranks."""
-        if not self._is_measured or trainer.fit_loop._should_accumulate():
+        step = step_of(trainer)
+        if not (self._is_measured and step.ends):
             return
         names = [*MEASURED, *(f"predicted_{kind}" for kind in PREDICTED)]
         row = [_UNKNOWN] * len(names)
@@ -162,7 +161,7 @@ class MemoryMonitor(Callback):
         self.measured = measured
         if trainer.is_global_zero:
             with only_informs(_WHAT):
-                self._report(trainer, trainer.global_step)
+                self._report(trainer, step.number)
 
     def _row(self, trainer: Trainer, pl_module: LightningModule) -> list[int]:
         """The bytes of this rank by kind, measured and predicted; all unknown if it could not begin to measure."""
@@ -191,7 +190,7 @@ class MemoryMonitor(Callback):
         pictures.keep_series(self.series, metrics, step)
         pictures.log_metrics(trainer, metrics, step)
         rank_zero_info(memory_table(self.measured, step))
-        path = pictures.numbered(self.path, step, self.every_n_steps)
+        path = None if self.path is None else pictures.numbered(self.path, step, self.every_n_steps)
         pictures.show_plot(lambda: draw_rank_memory(self.measured, step), path, trainer.loggers, "memory", step)
 
     # -- errors -------------------------------------------------------------------------------------------------------
@@ -276,16 +275,9 @@ def explain_out_of_memory(
     saved_by_layer: Mapping[str, int],
     num_largest: int,
 ) -> str:
-    """Describe what holds memory on this rank when an allocation has failed.
+    """Describe what holds memory on this rank when an allocation has failed, ``num_largest`` of each kind.
 
-    Args:
-        error: With its traceback.
-        module: The user's module.
-        holders: Parameters, gradients and optimizer states on this rank's device.
-        rank: Global rank.
-        predicted: Memory of this rank by its plan, if it is known.
-        saved_by_layer: Bytes that each layer saves for the backward of one microbatch, where the step is recorded.
-        num_largest: How many of each kind to name.
+    ``saved_by_layer`` has the bytes that each layer saves for the backward of one microbatch of a recorded step.
     """
     sums = bytes_by_kind(holders)
     lines = [f"out of memory on rank {rank}{_location(error, module)}; tensors that it holds:"]

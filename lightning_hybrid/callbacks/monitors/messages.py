@@ -61,10 +61,10 @@ class SentBytes:
         counts: Bytes so far, by name of an axis (`AXIS_NAMES`).
     """
 
-    def __init__(self, layout: ParallelLayout, experts: ProcessGroup | None = None) -> None:
+    def __init__(self, layout: ParallelLayout, joined: ProcessGroup | None = None) -> None:
         """Take the layout, and the group of the ranks over which experts are sharded, if they are."""
         self.counts = dict.fromkeys(AXIS_NAMES, 0.0)
-        self._layout, self._experts = layout, experts
+        self._layout, self._joined = layout, joined
         self._axes: dict[int, tuple[ProcessGroup, str]] = {}  # by id of the group, which is kept
         self._patches = contextlib.ExitStack()
 
@@ -116,7 +116,7 @@ class SentBytes:
 
     def _found_axis(self, group: ProcessGroup) -> str:
         ranks = dist.get_process_group_ranks(group)
-        if self._experts is not None and ranks == dist.get_process_group_ranks(self._experts):
+        if self._joined is not None and ranks == dist.get_process_group_ranks(self._joined):
             return "experts"
         places = [self._layout.coordinates(rank) for rank in ranks]
         axes = {_NAMES[axis] for axis in AXES if len({getattr(place, axis) for place in places}) > 1}

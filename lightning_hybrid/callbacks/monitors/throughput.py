@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_hybrid.batch.split import batch_size_of
 from lightning_hybrid.callbacks.monitors.messages import AXIS_NAMES, SentBytes
 from lightning_hybrid.callbacks.pictures import Series, gather_rows, keep_series
+from lightning_hybrid.callbacks.steps import step_of
 from lightning_hybrid.patching import around, around_method
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.pytree import flatten
@@ -40,7 +41,7 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
     - "train/device/tflops_per_sec": 1e12 floating-point operations per second and device;
     - "train/input_wait_share": share of the time for which the training loop waited for its loader, of the rank that
       waited longest;
-    - "train/sent_bytes/AXIS": bytes that a rank sends in an optimizer step to other ranks of an axis ("data",
+    - "train/sent_bytes/AXIS": bytes that a rank sends in a step to other ranks of an axis ("data",
       "context", "tensor", "pipeline", "experts", or "several"), mean over all ranks. Collectives count as in a ring.
 
     FLOPs are those of matrix products, convolutions and attention, in the forward and the backward of a replica's
@@ -122,7 +123,7 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         layout = getattr(trainer.strategy, "layout", None)
         if layout is not None and layout.world_size > 1 and dist.is_initialized():
             mesh: Any = trainer.strategy.mesh  # type: ignore[attr-defined]
-            self._sent = SentBytes(layout, mesh.group("ep") if layout.expert_parallel_size > 1 else None)
+            self._sent = SentBytes(layout, mesh.group("ep") if layout.joins_replicas else None)
 
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
@@ -136,9 +137,9 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         """Starts to count the FLOPs of the second batch, and the messages of steps that are logged."""
         self._num_batches += 1
         with only_informs(_WHAT):
-            self._start_counters(trainer, pl_module, batch, batch_idx)
+            self._start_counters(trainer, pl_module, batch)
 
-    def _start_counters(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def _start_counters(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         if self._num_batches == 1:
             self._find_tokens(batch)
         counts_flops = trainer.is_global_zero and self._num_batches == _COUNTED_BATCH
@@ -148,8 +149,8 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
             else:
                 self._counter = StepFlopCounter()
                 self._counter.start(pl_module)
-        is_first = batch_idx % trainer.accumulate_grad_batches == 0
-        if self._sent is not None and is_first and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        step = step_of(trainer)
+        if self._sent is not None and step.begins and step.is_logged:
             self._sent.start()
 
     def on_train_batch_end(
@@ -162,8 +163,9 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
                 counter.stop()
                 self.flops_per_sample = counter.flops / self.batch_size_fn(batch)
             super().on_train_batch_end(trainer, pl_module, outputs, batch, *args)
-        if not trainer.fit_loop._should_accumulate() and trainer._logger_connector.should_update_logs:
-            self._log_waits_and_messages(trainer)
+        step = step_of(trainer)
+        if step.ends and step.is_logged:
+            self._log_waits_and_messages(trainer, step.number)
 
     def on_validation_start(self, trainer: Trainer, *args: Any) -> None:
         """Leaves out the time of validation."""
@@ -177,20 +179,15 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
             super().on_validation_end(trainer, *args)
         self._since += perf_counter() - self._validation_start
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restores what was replaced."""
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores what was replaced."""
-        self._stop()
-
-    def _stop(self) -> None:
         self._undo.close()
         if self._counter is not None:
             self._counter.stop()
         if self._sent is not None:
             self._sent.stop()
+
+    on_exception = on_train_end
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
@@ -222,10 +219,10 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
             metrics[device + "tflops_per_sec"] = metrics[device + "flops_per_sec"] / 1e12
         named = {f"{stage.value}{throughput.separator}{name}": value for name, value in metrics.items()}
         if stage == RunningStage.TRAINING:
-            keep_series(self.series, named, trainer.global_step)
+            keep_series(self.series, named, step_of(trainer).number)
         trainer._logger_connector.log_metrics(named, step=iter_num)
 
-    def _log_waits_and_messages(self, trainer: Trainer) -> None:
+    def _log_waits_and_messages(self, trainer: Trainer, step: int) -> None:
         now = perf_counter()
         share = self._waited / max(now - self._since, 1e-9)
         self._waited, self._since = 0.0, now
@@ -236,15 +233,15 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
                 row[1:] = [self._sent.counts[name] for name in AXIS_NAMES]
         rows = gather_rows(torch.tensor(row, dtype=torch.float64), trainer.strategy)
         if trainer.is_global_zero:
-            self._log_rows(trainer, rows)
+            self._log_rows(trainer, rows, step)
 
     @only_informs(_WHAT)
-    def _log_rows(self, trainer: Trainer, rows: Tensor) -> None:
+    def _log_rows(self, trainer: Trainer, rows: Tensor, step: int) -> None:
         metrics: dict[str, Any] = {"train/input_wait_share": rows[:, 0].max().item()}
         for name, mean in zip(AXIS_NAMES, rows[:, 1:].mean(0).tolist(), strict=False):
             if mean:
                 metrics[f"train/sent_bytes/{name}"] = mean
-        keep_series(self.series, metrics, trainer.global_step)
+        keep_series(self.series, metrics, step)
         trainer._logger_connector.log_metrics(metrics)
 
 

@@ -47,6 +47,7 @@ from lightning_hybrid.memory.saved_activations.storage import (
     no_storage,
 )
 from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.randomness.generators import mix
 from lightning_hybrid.step.objects.tensors import storage_id
 from lightning_hybrid.step.standins.counts import PackedByOuterHooks
 
@@ -171,12 +172,12 @@ class LayerActivations:
         if microbatch != self._calls_of:
             self._calls_of, self._calls = microbatch, Counter()
         self._calls[fqn] += 1
-        return hash((microbatch[0], zlib.crc32(fqn.encode()), self._calls[fqn]))
+        return mix(microbatch[0], zlib.crc32(fqn.encode()), self._calls[fqn])
 
     def _keyed_generator(self) -> torch.Generator:
         assert self._run is not None
         self._run.num_drawn += 1
-        return self._generator.manual_seed(hash((self._run.key, self._run.num_drawn)) & 0x7FFFFFFFFFFFFFFF)
+        return self._generator.manual_seed(mix(self._run.key, self._run.num_drawn))
 
     def _pack(self, tensor: Tensor) -> SavedView | SavedTensor | PackedByOuterHooks:
         """Packs a tensor of any shape for autograd."""
@@ -228,7 +229,7 @@ class LayerActivations:
         stored = StoredStorage(tensor, tuple(parts), encoded.decode, self._latest)
         self._latest = weakref.ref(stored)
         if run.is_measured and role != "sign" and not encoded.is_same:
-            stored.exact = flat
+            stored.keep_exact(flat)
             run.measured.append(stored)
         return stored
 
@@ -310,7 +311,7 @@ class GradientError:
         ]
         if not stored or len(outputs) != 1 or type(outputs[0]) is not Tensor or not trained:
             for each in stored:
-                each.exact = None
+                each.keep_exact(None)
             self.request()
             return
         edge = get_gradient_edge(outputs[0])
@@ -323,10 +324,10 @@ class GradientError:
             found = []
             for uses_exact in (True, False):
                 for each in alive:
-                    each.uses_exact = uses_exact
+                    each.return_exact(uses_exact)
                 found.append(torch.autograd.grad([edge], trained, [gradient], retain_graph=True, allow_unused=True))
             for each in alive:
-                each.exact = None
+                each.keep_exact(None)
             for exact, compressed in zip(*found, strict=True):
                 if exact is not None and compressed is not None:
                     self.sums[0] += float((compressed - exact).double().square().sum())

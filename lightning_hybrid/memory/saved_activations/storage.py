@@ -53,12 +53,7 @@ class OnDevice:
 
 
 class StoredStorage:
-    """A storage of a saved tensor; all views of it that autograd saves share it.
-
-    Attributes:
-        exact: The tensor without encoding, of shape (n,), while the error of a gradient is measured.
-        uses_exact: Whether ``flat`` returns that.
-    """
+    """A storage of a saved tensor; all views of it that autograd saves share it."""
 
     def __init__(
         self,
@@ -79,14 +74,22 @@ class StoredStorage:
         self._storage = StorageWeakRef(original.untyped_storage())
         self._parts, self._decode, self._previous = parts, decode, previous
         self._flat: Tensor | None = None
-        self.exact: Tensor | None = None
-        self.uses_exact = False
+        self._exact: Tensor | None = None
+        self._uses_exact = False
         self.is_moved = any(not isinstance(part, OnDevice) for part in parts)
+
+    def keep_exact(self, exact: Tensor | None) -> None:
+        """Keeps the tensor without encoding, of shape (n,), while a gradient's error is measured; None drops it."""
+        self._exact = exact
+
+    def return_exact(self, uses_exact: bool) -> None:
+        """Lets ``flat`` return the tensor without encoding."""
+        self._uses_exact = uses_exact
 
     def flat(self) -> Tensor:
         """Returns the content, of shape (n,), and starts to fetch those saved before."""
-        if self.uses_exact and self.exact is not None:
-            return self.exact
+        if self._uses_exact and self._exact is not None:
+            return self._exact
         if self._flat is None:
             with torch.no_grad():
                 self._flat = self._decode(*(part.get() for part in self._parts))

@@ -108,6 +108,10 @@ class Executor:
         self.device, self.active = plan.randomness.device, Active()
         self._current: CurrentRun | None = None
 
+    def connect(self, active: Active) -> None:
+        """Run layers as techniques do, from the next job on."""
+        self.active = active
+
     def has_guessed_size(self) -> bool:
         """Whether the running step has read a recorded size in place of one that depends on values of another rank."""
         watch = None if self._current is None else self._current.watch
@@ -148,7 +152,7 @@ class Executor:
                 add_error_note(error, location_of(instruction, self.rank, job.program, step))
                 raise
         for variant in job.variants if job.backwards.are_run else ():
-            variant.missing_grads.is_new = False
+            variant.missing_grads.settle()
         return Outcome(run.results, run.broken, gradients.registered)
 
 
@@ -226,10 +230,7 @@ class _Run:
         else:
             self._made[stage, microbatch] = run.made
             earlier = self.results.get(microbatch)
-            kept = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
-            run.made = kept if earlier is None else {**earlier.made, **kept}
-            run.scalars = run.scalars if earlier is None else run.scalars.joined(earlier.scalars)
-            self.results[microbatch] = run
+            self.results[microbatch] = run.kept(replay.wanted_after, earlier)
         self._states.leave(stage)
         self._forwards_left -= 1
         inputs.leaves()  # also receives the values that the step has not read

@@ -180,8 +180,8 @@ class _Linear(NotIntercepted, torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # these gradients will be differentiated (double backward)
             wanted = [one for one, needs in zip((input, weight, bias), needed, strict=True) if needs]
-            recomputed = _torch_linear(input, weight, bias)
-            found = iter(torch.autograd.grad(recomputed, wanted, gradient, create_graph=True))
+            product = _torch_linear(input, weight, bias)
+            found = iter(torch.autograd.grad(product, wanted, gradient, create_graph=True))
             ctx.later.is_disabled = True
             of_input, of_weight, of_bias = (next(found) if needs else None for needs in needed)
             return of_input, of_weight, of_bias, None

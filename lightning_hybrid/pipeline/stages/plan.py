@@ -147,6 +147,10 @@ class MissingGradients:
         self.is_new = True
         self._missing: set[Key] = set()
 
+    def settle(self) -> None:
+        """End the first backward: from now on these values have none."""
+        self.is_new = False
+
     def sent(self, key: Key, leaf: Tensor) -> Tensor:
         """The gradient to send back for a received value, or the encoding of None; of the shape of the value."""
         if leaf.grad is not None:
@@ -201,7 +205,7 @@ class StagePlan:
         stages_per_rank: int = 1,
         max_microbatches_in_flight: int | None = None,
         cuts: Sequence[str] | None = None,
-        shares_experts: bool = False,
+        closes_mixtures: bool = False,
         agree: Callable[[Any], Any] = lambda decision: decision,
         first_failure: Callable[[Exception | None], tuple[int, str] | None] = lambda error: None,
     ) -> None:
@@ -215,7 +219,7 @@ class StagePlan:
             stages_per_rank: Number of stages of each rank.
             max_microbatches_in_flight: Limit for a schedule that is searched.
             cuts: FQNs of the first unit of each stage but the first; balanced if None.
-            shares_experts: Whether ranks share experts, lists of which are then on one stage.
+            closes_mixtures: Whether ranks share experts, lists of which are then on one stage.
             agree: Returns the first rank's argument on every rank; replicas must have the same partition.
             first_failure: Returns the first rank that has an error, and that error, on every rank; None without any.
         """
@@ -228,7 +232,7 @@ class StagePlan:
         self.first: TraceVariant | None = None
         self.root, self.group, self.randomness = root, group, randomness
         self.cuts, self.agree, self.first_failure = cuts, agree, first_failure
-        self.unit_choice = UnitChoice(root, self.num_stages, shares_experts=shares_experts)
+        self.unit_choice = UnitChoice(root, self.num_stages, closes_mixtures=closes_mixtures)
         self.units: Mapping[str, nn.Module] = {}
         self.tracked_buffers, self.on_all_stages = set[str](), set[str]()
 
@@ -281,6 +285,19 @@ class StagePlan:
             self.owner_stages[name] = min(self.num_stages - 1, self.num_stages * (2 * before + size) // (2 * total))
             before += size
         self.tracked_buffers, self.on_all_stages = set(), set()
+
+    def adopt_partition(
+        self, opened: set[str], closed: set[str], tracked: set[str], owner_stages: dict[str, int], costs: list[float]
+    ) -> None:
+        """Take the partition that the ranks agree on: units, tracked buffers, owners and costs of stages."""
+        self.unit_choice.opened, self.unit_choice.closed = opened, closed
+        self.tracked_buffers, self.owner_stages, self.stage_costs = tracked, owner_stages, costs
+
+    def share_unread(self, recording: Recording) -> None:
+        """Let each stage hold the parameters that a recording with guards has not read: its other branches may."""
+        read = {name for node in recording.graph.nodes for name in node.parameters}
+        self.on_all_stages = {name for name, _ in self.root.named_parameters()} - read
+        self.owner_stages.update(dict.fromkeys(self.on_all_stages, 0))
 
     def adopt(self, variant: TraceVariant, units: Mapping[str, nn.Module]) -> None:
         """Take the units of a recorded step; the partition follows the first one."""

@@ -99,22 +99,19 @@ def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tu
     if failed := plan.first_failure(None):
         rank, reason = failed
         raise StepError(f"on rank {rank}: {reason}", entry="on-rank")
-    agreed = plan.agree(decided)
-    plan.unit_choice.opened, plan.unit_choice.closed, plan.tracked_buffers, plan.owner_stages, *others = agreed
-    changes, plan.stage_costs = others
+    *agreed, has_guards = plan.agree(decided)
+    plan.adopt_partition(*agreed)
     if plan.unit_choice.choose().keys() != recording.units.keys():
         recording = recorded()
-    if changes:
-        read = {name for node in recording.graph.nodes for name in node.parameters}
-        plan.on_all_stages = {name for name, _ in plan.root.named_parameters()} - read
-        plan.owner_stages.update(dict.fromkeys(plan.on_all_stages, 0))
+    if has_guards:
+        plan.share_unread(recording)
     assignment = plan.assign(recording)
     partition.check_shared(assignment)
     return recording, assignment
 
 
 def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Any, ...]:
-    """The recording that balances best, opened units, tracked buffers, owner stages, if it has guards, stage costs."""
+    """The recording that balances best, and as for ``adopt_partition``; last whether it has guards."""
     recording = recorded()
     best: tuple[list[float], Recording, dict[str, int], set[str]] | None = None
     for _ in range(_MAX_RECORDINGS):
@@ -133,21 +130,22 @@ def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple
         larger = plan.unit_choice.to_open(recording, wanted, plan.cuts) if wanted is not None else set()
         if not larger or plan.num_stages == 1:
             break
-        before = set(plan.unit_choice.opened), set(plan.tracked_buffers)
+        opened, tracked = set(plan.unit_choice.opened), set(plan.tracked_buffers)
         plan.unit_choice.opened.update(larger)
         try:
             recording = recorded()
         except Exception:  # such as a branch on values inside a unit, which can be recorded as one node
             if best is None:
                 raise
-            plan.unit_choice.opened, plan.tracked_buffers = before
+            plan.unit_choice.opened &= opened
+            plan.tracked_buffers &= tracked
             break
     if best is None:
         partition.owner_stages(recording.graph, plan.num_stages, plan.cuts)  # raises the reason
     assert best is not None
     costs, recording, owner_stages, tracked = best
     opened = {name for name in plan.unit_choice.opened if name not in recording.units}
-    return recording, opened, plan.unit_choice.closed, tracked, owner_stages, bool(recording.unguarded_state), costs
+    return recording, opened, plan.unit_choice.closed, tracked, owner_stages, costs, bool(recording.unguarded_state)
 
 
 def _record(

@@ -117,8 +117,7 @@ class Call:
             contents: What reads of values of the model return, by index, in their shapes.
             around: Entered around the step.
         """
-        replay = StageReplay(variant.recording, variant.assignment, plan.root, plan.randomness)
-        replay.contents = contents
+        replay = StageReplay(variant.recording, variant.assignment, plan.root, plan.randomness, contents=contents)
         with self.dry_run(plan, [replay]) as current, around:
             return replay.run(self.on(batch), {}, plan.names(), current)
 

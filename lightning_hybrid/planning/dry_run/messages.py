@@ -26,18 +26,17 @@ _BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # defaults of GradientRe
 
 def program_of(run: Run, num_microbatches: int) -> Program | None:
     """Return the program of all pipeline ranks; None without stages."""
-    plan = run.plan
-    if not run.is_pipelined or plan is None or plan.first is None:
+    if run.assignment is None or run.plan is None:
         return None
-    return lower(plan.training_schedule(num_microbatches), Portals.of(plan.first.assignment))
+    return lower(run.plan.training_schedule(num_microbatches), Portals.of(run.assignment))
 
 
 def pipeline_messages(run: Run, program: Program | None) -> list[Messages]:
     """Return what a rank sends to other stages: one message for each tensor and microbatch."""
     if program is None:
         return []
-    assert run.plan is not None and run.plan.first is not None
-    assignment = run.plan.first.assignment
+    assignment = run.assignment
+    assert run.plan is not None and assignment is not None
     portals = {"forward": assignment.portals, "backward": assignment.gradient_portals()}
     totals: Counter[tuple[str, int]] = Counter()
     counts: Counter[tuple[str, int]] = Counter()

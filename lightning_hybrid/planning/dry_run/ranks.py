@@ -90,8 +90,7 @@ class _Described:
         self._with_shapes = with_shapes
         self._program: Program | None = program_of(run, self._count)
         self._units = TensorUnits(run)
-        is_recorded = run.is_pipelined and run.plan is not None and run.plan.first is not None
-        self._assignment = run.plan.first.assignment if is_recorded else planned.recorded  # type: ignore[union-attr]
+        self._assignment = run.assignment or planned.recorded
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Return what one rank holds and sends."""

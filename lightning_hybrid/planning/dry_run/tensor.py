@@ -109,7 +109,7 @@ class TensorUnits:
         widths = {name[len(fqn) + 1 :]: w for name, w in self._widths.items() if f"{name}.".startswith(f"{fqn}.")}
         key = (_kind(plan), str(widths), _shapes(call), _shapes(tuple(unit.parameters())), type(unit), where)
         if key not in self._uses:
-            is_sharded = place is not None and (plan.num_sharded or plan.positions is not None or widths)
+            is_sharded = place is not None and (plan.is_sharded or widths)
             rank, context_rank = place or (0, 0)
             try:
                 around = self._run.setting.precision.forward_context()

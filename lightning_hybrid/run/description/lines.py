@@ -33,13 +33,7 @@ _CUDA = (
 
 
 def describe_batch(run: Run, batch: RecordedBatch | None, assignment: Assignment | None) -> str:
-    """Return the line on the batches of an optimizer step, with the bubble that the schedule predicts.
-
-    Args:
-        run: The run.
-        batch: With which the step was recorded; None if it was not.
-        assignment: Of the recorded step to stages; None without stages.
-    """
+    """Return the line on the batches of an optimizer step, with the bubble that the schedule predicts for stages."""
     setting = run.setting
     replicas, accumulated = setting.layout.data_parallel_size, setting.trainer.accumulate_grad_batches
     factors = [counted(replicas, "replica")]
@@ -128,11 +122,9 @@ def describe_parameters(setting: Setting) -> str:
 
 
 def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str:
-    """Return the line on the estimated memory of the rank with the most.
+    """Return the line on the estimated memory of the pipeline rank with the most.
 
-    Args:
-        ranks: The memory of each pipeline rank.
-        is_upper_bound: Whether tensor or context ranks shard activations, which are estimated unsharded.
+    ``is_upper_bound``: tensor or context ranks shard activations, which are estimated unsharded.
     """
     most = max(ranks, key=lambda memory: memory.total)
     limit = "up to " if (len(ranks) > 1 or is_upper_bound) and most.activations is not None else ""
@@ -160,13 +152,6 @@ def _sum_of_terms(sizes: Mapping[str, int | None]) -> str:
     names = {kind: kind.replace("_", " ") for kind in sizes}
     known = [f"{sized(size)} {names[kind]}" for kind, size in sizes.items() if size is not None]
     return " + ".join([*known, *(f"unknown {names[kind]}" for kind, size in sizes.items() if size is None)])
-
-
-def describe_offload_on_cpu(setting: Setting) -> list[str]:
-    """Return the line on an offload to the host of a device that is the host; none otherwise."""
-    if setting.device.type != "cpu" or "cpu" not in setting.options.offloaded.values():
-        return []
-    return ["offload: 'cpu' changes no memory on a CPU device; 'disk:PATH' does"]
 
 
 def describe_environment(setting: Setting) -> list[str]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.predict.ranks import (
     ParameterOnRank,
-    Place,
     RankMemory,
     activation_bytes,
     estimate_rank_memory,
@@ -41,11 +37,7 @@ def memory_of_stages(
 ) -> list[RankMemory]:
     """Estimate the memory of each stage on the rank that holds it; one estimate for all where there are no stages.
 
-    Args:
-        run: Built, or only planned.
-        optimizers: Of the Trainer; their parameters may be absent.
-        num_microbatches: Of a batch of one replica.
-        recorded: The step whose activations are counted; that of the run's stages if None.
+    ``recorded`` is the step whose activations are counted, in place of that of the run's stages.
     """
     setting, stages = run.setting, _Stages(run)
     sizes = [StateSizes(optimizer, **setting.sizes_of_states) for optimizer in optimizers]
@@ -71,11 +63,11 @@ def memory_of_stages(
             footprint=next(
                 (footprint for each in run.techniques if (footprint := each.footprint(run, of_stage)) is not None), None
             ),
-            places=places_of(setting.options.offloaded, setting.device),
+            places={what: place for each in run.techniques for what, place in each.places(run).items()},
         )
         for of_stage, activations, work, exchanged in zip(
             members,
-            _activations(run, num_microbatches, recorded or _assignment(run), stages.count),
+            _activations(run, num_microbatches, recorded or run.assignment, stages.count),
             _working(run, stages.count),
             _exchanged(run, stages.count),
             strict=True,
@@ -102,24 +94,11 @@ def _of_gradient_messages(members: Sequence[ParameterOnRank], run: Run) -> int:
     return sum(each.nbytes for each in members if each.is_trained)
 
 
-def places_of(offloaded: Mapping[str, str], device: torch.device) -> dict[str, Place]:
-    """Return where offloaded kinds of state are; without those on the host where that is the compute device.
-
-    Args:
-        offloaded: "cpu" or "disk:PATH" by kind.
-        device: The compute device.
-    """
-    places: dict[str, Place] = {what: "host" if where == "cpu" else "files" for what, where in offloaded.items()}
-    return {what: place for what, place in places.items() if place == "files" or device.type != "cpu"}
-
-
 def without_techniques(run: Run) -> Run:
     """Return a plan of the run without ZeRO, offload and recomputation, for estimates of its memory only."""
     shardings = [each for each in run.parts.shardings if each.axis not in _OVER_REPLICAS]
     parts = LocalShards(run.setting.module, shardings)
-    options = dataclasses.replace(run.setting.options, offload=None)
-    setting = dataclasses.replace(run.setting, options=options)
-    return dataclasses.replace(run, setting=setting, parts=parts, techniques=(), active=Actives())
+    return dataclasses.replace(run, parts=parts, techniques=(), active=Actives())
 
 
 def memory_of_ranks(stages: Sequence[RankMemory], run: Run) -> list[RankMemory]:
@@ -190,77 +169,13 @@ def _activations(
 
 def _working(run: Run, num_stages: int) -> Sequence[int]:
     """Bytes of the layer that runs, of each stage, of the batch and of its copy; 0 where no step is recorded."""
-    assignment = _assignment(run)
-    if assignment is None:
+    if run.assignment is None:
         return [0] * num_stages
     # With its copy in the snapshot before a step.
     batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
-    return [each + batch for each in working_bytes(assignment, run.policies)]
+    return [each + batch for each in working_bytes(run.assignment, run.policies)]
 
 
 def _exchanged(run: Run, num_stages: int) -> Sequence[int]:
     """Bytes of messages between stages, of each of them; 0 where no step is recorded."""
-    assignment = _assignment(run)
-    return [0] * num_stages if assignment is None else message_bytes(assignment)
-
-
-def _assignment(run: Run) -> Assignment | None:
-    """The recorded step of a run in stages."""
-    is_recorded = run.is_pipelined and run.plan is not None and run.plan.first is not None
-    return run.plan.first.assignment if is_recorded else None  # type: ignore[union-attr]
-
-
-class ExpectedRecomputation(NamedTuple):
-    """What a budget is expected to choose.
-
-    Attributes:
-        memory: Of each stage.
-        shares: Of the bytes that layers would save, by pipeline rank: the part that is recomputed.
-    """
-
-    memory: list[RankMemory]
-    shares: list[float]
-
-    def __str__(self) -> str:
-        """The shares in words."""
-        least, most = (f"{100 * share:.0f}" for share in (min(self.shares), max(self.shares)))
-        return f"{least if least == most else f'{least} to {most}'} % of what they save, as estimated"
-
-
-def expected_recomputation(
-    budget: BudgetedLayers,
-    floor: Sequence[RankMemory],
-    full: Sequence[RankMemory],
-    rank_of: Callable[[int], int],
-) -> ExpectedRecomputation | None:
-    """Return what a budget is expected to choose; None where the activations or the free memory are not known.
-
-    Args:
-        budget: Of each rank; a share of the free memory is that of this rank.
-        floor: The memory of each stage whose layers keep nothing.
-        full: The same without recomputation.
-        rank_of: The pipeline rank of a stage.
-    """
-    saved = [(low.activations, high.activations) for low, high in zip(floor, full, strict=True)]
-    known = [(low, high) for low, high in saved if low is not None and high is not None]
-    if len(known) < len(saved):
-        return None
-    stages: dict[int, list[int]] = {}
-    for number in range(len(floor)):
-        stages.setdefault(rank_of(number), []).append(number)
-    try:
-        allowed = budget.allowed_bytes(floor[0].parameters)
-    except RecomputeError:  # it is raised where the budget is used
-        return None
-    memory, shares = list(floor), []
-    for _, numbers in sorted(stages.items()):
-        most = sum(known[number][1] - known[number][0] for number in numbers)
-        left = allowed - sum(floor[number].total for number in numbers)
-        kept = min(1.0, max(0.0, left / most)) if most > 0 else 1.0
-        shares.append(1.0 - kept)
-        for number in numbers:
-            low, high = known[number]
-            working = floor[number].working + kept * (full[number].working - floor[number].working)
-            kept_bytes = int(low + kept * (high - low))
-            memory[number] = dataclasses.replace(floor[number], activations=kept_bytes, working=int(working))
-    return ExpectedRecomputation(memory, shares)
+    return [0] * num_stages if run.assignment is None else message_bytes(run.assignment)

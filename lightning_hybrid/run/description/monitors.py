@@ -12,15 +12,10 @@ from lightning_hybrid.soft_failures import only_informs
 
 
 def connect_monitors(run: Run, graph: StepGraph | None) -> None:
-    """Tell the monitors of the Trainer what the plan of a run says.
-
-    Args:
-        run: Built.
-        graph: Of the training step, if layers were planned by one.
-    """
+    """Tell the monitors of the Trainer what the plan of a run says; layers may be planned by a ``graph``."""
     trainer: Any = run.setting.trainer
-    if run.is_pipelined and run.plan is not None and run.plan.first is not None:
-        graph = run.plan.first.recording.graph
+    if run.assignment is not None:
+        graph = run.assignment.graph
     for callback in trainer.callbacks if run.setting.is_fitting else ():
         if hasattr(callback, "connect_flops"):
             with only_informs("the FLOPs of a step"):
@@ -34,7 +29,7 @@ def connect_monitors(run: Run, graph: StepGraph | None) -> None:
 def _flops_per_sample(run: Run, graph: StepGraph | None) -> tuple[float | None, str]:
     """FLOPs of the recorded training step for one sample; or None, and why they cannot be counted in a step either."""
     layout = run.setting.layout
-    is_sharded = layout.tensor_parallel_size * layout.context_parallel_size * layout.expert_parallel_size > 1
+    is_sharded = layout.shards_layers or layout.joins_replicas
     if run.fallback is not None:  # a rank runs full batches, or shares, some of them twice
         return None, "ranks hold shards instead of stages, and the training step could not be recorded"
     if not run.is_pipelined and not is_sharded:

@@ -39,12 +39,8 @@ def record_in_one_stage(
 ) -> Assignment | None:
     """Record the training step on the first microbatch; None where it cannot be recorded, whatever its branches.
 
-    Args:
-        run: A plan, whose module is full.
-        randomness: Keys the random numbers of the step.
-        layers: Units of the recording, by FQN; the layers that would be recomputed if None.
-        failures: The error of each attempt is added to these.
-        watching: Gives the context of each recording, of its units.
+    Units are ``layers``, or those that would be recomputed. The error of each attempt is added to ``failures``;
+    ``watching`` gives the context of each recording, of its units.
     """
     setting = run.setting
     trainer, module, options = setting.trainer, setting.module, setting.options

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -23,21 +23,13 @@ from lightning_hybrid.run.description.lines import (
     describe_embeddings,
     describe_environment,
     describe_memory,
-    describe_offload_on_cpu,
     describe_parameters,
 )
-from lightning_hybrid.run.description.memory import (
-    memory_of_ranks,
-    memory_of_stages,
-)
+from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.modules import shortened
 from lightning_hybrid.text import columns, sized, spanned
-
-if TYPE_CHECKING:
-    pass
-
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
@@ -51,17 +43,11 @@ FILE_NAME = "hybrid3d_layout.txt"
 
 @dataclasses.dataclass(frozen=True)
 class StartTable:
-    """Lines that are printed when a run starts.
+    """Lines that are printed when a run starts."""
 
-    Attributes:
-        layout: The layout, the batches and the parameters.
-        details: A row per stage, and the plans of layers.
-        rest: Memory, means and techniques.
-    """
-
-    layout: Sequence[str]
-    details: Sequence[str]
-    rest: Sequence[str]
+    layout: Sequence[str]  # the layout, the batches and the parameters
+    details: Sequence[str]  # a row per stage, and the plans of layers
+    rest: Sequence[str]  # memory, means and techniques
 
     def __str__(self) -> str:
         """All lines."""
@@ -78,12 +64,7 @@ class StartTable:
 
 
 def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
-    """Return the start table: sizes, stages, messages, and what each technique found.
-
-    Args:
-        run: Built, or only planned.
-        optimizers: Of the Trainer, in a run that trains.
-    """
+    """Return the start table: sizes, stages, messages, and what each technique found."""
     setting = run.setting
     options, layout = setting.options, setting.layout
     first = run.plan.first.assignment if run.plan is not None and run.plan.first is not None else None
@@ -117,32 +98,21 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
 def _expected_memory(
     run: Run, optimizers: Sequence[Optimizer], count: int, rank_of: Callable[[int], int]
 ) -> list[RankMemory]:
-    """The memory of each stage, with what a budget of it is expected to recompute, if there is one."""
+    """The memory of each stage, with what a budget of it is expected to choose, if there is one."""
     memory = memory_of_stages(run, optimizers, count)
     budgeted = next((each for each in run.techniques if each.budget is not None), None)
     if budgeted is None:
         return memory
-    from lightning_hybrid.run.description.memory import expected_recomputation
-
     others = tuple(each for each in run.techniques if each is not budgeted)
     full = memory_of_stages(dataclasses.replace(run, techniques=others), optimizers, count)
-    expected = expected_recomputation(budgeted.budget, memory, full, rank_of)
-    budgeted.expected = "" if expected is None else str(expected)
-    return memory if expected is None else expected.memory
+    return budgeted.expect(memory, full, rank_of)
 
 
 def describe_techniques(run: Run) -> list[str]:
-    """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any.
-
-    Args:
-        run: Built, or only planned.
-    """
+    """Return the lines of each technique."""
     setting = run.setting
-    options, lines = setting.options, []
-    lines += [line for technique in run.techniques for line in technique.lines(run)]
-    if options.offloaded:
-        stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
-        lines.append(f"offloaded: {', '.join(stores)}")
+    options = setting.options
+    lines = [line for technique in run.techniques for line in technique.lines(run)]
     if options.optimizer_in_backward and setting.is_fitting:
         lines.append("optimizer: each layer is stepped in the backward, and its gradients are freed")
     return lines
@@ -224,15 +194,12 @@ def _units(assignment: Assignment, stage: int) -> str:
 def announce_run(run: Run, *, with_environment: bool) -> None:
     """Print what a run does under its layout; on the first rank only, without any communication.
 
-    Args:
-        run: With optimizers, if it trains.
-        with_environment: Whether to print the ranks, the precision and the versions, which no layout changes.
+    ``with_environment`` adds the ranks, the precision and the versions, which no layout changes.
     """
     setting = run.setting
     if setting.world.mesh.rank:
         return
     table = describe_run(run, setting.trainer.optimizers if setting.is_fitting else [])
-    table = dataclasses.replace(table, rest=[*table.rest, *describe_offload_on_cpu(setting)])
     if with_environment:
         table = dataclasses.replace(table, layout=[*table.layout, *describe_environment(setting)])
     path = _write(table, setting.trainer) if table.is_long else None

@@ -108,7 +108,7 @@ class FittingMicrobatches(StepPolicy):
         if self._size > self._largest:
             self._largest, self._left = self._size, self._setting.trainer.accumulate_grad_batches + 1
         self.is_guarding = self._left > 0
-        runner.is_fatal = is_out_of_memory
+        runner.raise_in_comparisons(is_out_of_memory)
         return self.is_guarding
 
     def explain(self, error: BaseException) -> None:
@@ -217,7 +217,7 @@ class FittingMicrobatches(StepPolicy):
             )
         self._has_doubled = True
         if isinstance(runner, PlainRunner):
-            runner.needs_weighting_check = True  # counts of tokens by which microbatches weigh
+            runner.recheck_weighting(always=True)  # counts of tokens by which microbatches weigh
         rank_zero_warn(
             f'microbatch="auto": {reason}. The step runs again with {2 * now} microbatches of at most'
             f" {ceil(largest / 2)} samples, as later ones will; num_microbatches={2 * now} begins with that number"

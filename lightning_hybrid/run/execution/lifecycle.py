@@ -121,7 +121,7 @@ class RunLifecycle:
         self.first_step = FirstStepCheck(self)
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
-        self.execution.policies = self._policies()
+        self.execution.follow(self._policies())
 
     def begin(self, empty: EmptyInit | None) -> bool:
         """Synchronize the initial weights of all ranks, and build the run; collective.
@@ -176,7 +176,7 @@ class RunLifecycle:
         optimizers = self.setting.trainer.optimizers
         if not self.setting.is_fitting:
             return  # there are none, or those of an earlier fit
-        if not self.optimization.offloaded:
+        if not self.optimization.moved:
             _optimizers_to_device(optimizers, self.setting.device)
         self.state.optimizers.pickle_in_full(optimizers)
 

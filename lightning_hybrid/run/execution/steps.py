@@ -112,7 +112,7 @@ class Attempt:
         self._restores = [each.kept() for each in run.techniques] if can_roll_back else []
         if (steps := optimization.in_backward) is not None:
             may_run_again = can_roll_back or run.fallback is not None
-            steps.is_allowed = execution.is_syncing and not unused and not may_run_again
+            steps.allow(execution.is_syncing and not unused and not may_run_again)
 
     def undo(self) -> None:
         """Restore the gradients of earlier batches, and what averages of gradients keep between steps."""
@@ -234,8 +234,7 @@ class StepExecution:
                     output = self._output(attempt, result)
                     break
             except StepBroken as error:
-                error.arguments = args
-                failure: Exception = error
+                failure: Exception = error.of(args)
             except (RankOutOfMemory, StepUndone) as error:
                 failure = error
             attempt.undo()
@@ -293,6 +292,10 @@ class StepExecution:
             if run.plain_runner is not None and run.mesh.size("data") > 1:  # schedules have their own reductions
                 self.recorder.add(Action(Kind.REDUCE, 0), start)
         run.active.complete_gradients()
+
+    def follow(self, policies: Sequence[StepPolicy]) -> None:
+        """Run training steps under these policies."""
+        self.policies = tuple(policies)
 
     # -- any step -----------------------------------------------------------------------------------------------------
 
@@ -408,7 +411,7 @@ class StepExecution:
                 self.recorder.add_since_last(Action(Kind.B, 0, 0))
             self._after_plain_backward()
         if (connected := self.optimization.connected) is not None:
-            connected.is_averaging = True
+            connected.begin_averaging()
         then()
         return plugin.post_backward(loss, module)
 
@@ -416,7 +419,7 @@ class StepExecution:
         """Arm the reducers where the step itself has run no backward: this one completes the gradients."""
         if (self.run.runner is None or self.setting.is_manual) and self.is_syncing:
             if (steps := self.optimization.in_backward) is not None:
-                steps.is_allowed = True
+                steps.allow(True)
                 steps.begin_backward(is_last=True)
             for reducer in self.optimization.reducers.values():
                 reducer.arm()

@@ -13,11 +13,7 @@ from lightning_hybrid.optimizers.trial import can_step_shards, combines_paramete
 
 
 class ConnectedOptimizers:
-    """The optimizers of a run when it was built, and the parameters whose gradients ranks exchange.
-
-    Attributes:
-        is_averaging: Whether a backward of the strategy has averaged gradients, in manual optimization.
-    """
+    """The optimizers of a run when it was built, and the parameters whose gradients ranks exchange."""
 
     def __init__(
         self,
@@ -47,7 +43,7 @@ class ConnectedOptimizers:
             steps_in_backward: Whether the backward steps parameters by the optimizer that is connected.
             steps_in_float32: Whether the optimizers step bfloat16 parameters in float32.
         """
-        self.is_averaging = False
+        self._is_averaging = False
         self._optimizers, self._module = list(optimizers), module
         self._num_replicas, self._has_copies, self._sharded = num_replicas, has_copies, frozenset(sharded)
         self._is_manual, self._unaveraged = is_manual, unaveraged
@@ -55,6 +51,10 @@ class ConnectedOptimizers:
         self._steps_in_float32 = steps_in_float32
         stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._known: dict[int, Tensor] = {id(p): p for p in (*module.parameters(), *stepped)}  # alive, so ids stay
+
+    def begin_averaging(self) -> None:
+        """A backward of the strategy has averaged gradients, in manual optimization."""
+        self._is_averaging = True
 
     def check(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Check that this optimizer steps as in one process; return its closure, which checks gradients too.
@@ -72,7 +72,7 @@ class ConnectedOptimizers:
 
         def checked() -> Any:
             result = closure()
-            if not self.is_averaging:
+            if not self._is_averaging:
                 raise StepError(
                     f"{type(optimizer).__name__}.step in manual optimization: no gradient has been averaged over the"
                     f" {self._num_replicas} replicas, because the step has not called self.manual_backward(loss) yet;"

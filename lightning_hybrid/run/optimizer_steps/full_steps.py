@@ -26,18 +26,9 @@ def connect_full_parameter_steps(
     is_full: Callable[[], bool],
     until: contextlib.ExitStack,
 ) -> list[Optimizer]:
-    """Let optimizers that need all elements of each parameter have them, where parameters are sharded.
+    """Let optimizers that need all elements of each parameter have them, until a stack is closed.
 
-    Args:
-        optimizers: Of the Trainer.
-        module: The user's.
-        mesh: The ranks that parameters are sharded over.
-        parts: Local shards.
-        is_full: Whether parameters are full on every rank now.
-        until: Restores the optimizers when it is closed.
-
-    Returns:
-        Those that step full parameters at owners.
+    ``is_full`` tells whether parameters are full on every rank now. Returns those that step full parameters at owners.
     """
     if not parts:
         return []

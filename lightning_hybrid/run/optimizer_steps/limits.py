@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import PrecisionError, QuantizedStatesError
-from lightning_hybrid.optimizers.trial import has_low_bit_states
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.options import Options
 
 
-def check_random_rounding(
-    precision: HybridPrecision, device: torch.device, offloaded: Collection[str], *, shards_manual_steps: bool
-) -> None:
+def check_random_rounding(precision: HybridPrecision, *, shards_manual_steps: bool) -> None:
     """Refuse stochastic rounding where a step does not know which elements of a parameter it has.
 
     Args:
         precision: Of the run.
-        device: The compute device.
-        offloaded: Some of "parameters", "gradients" and "optimizer_states".
         shards_manual_steps: Whether the steps of optimizers that the module calls are sharded over replicas.
 
     Raises:
         PrecisionError: One does not.
     """
-    if not precision.stochastic_rounding:
-        return
-    if shards_manual_steps:
+    if precision.stochastic_rounding and shards_manual_steps:
         raise PrecisionError(
             "stochastic_rounding=True: zero_stage with manual optimization shards the steps of optimizers, which do not"
             " know the places of their elements; set zero_stage=0, or master_weights=True instead",
-            entry="precision-rounding-places",
-        )
-    if "optimizer_states" in offloaded and device.type != "cpu":
-        raise PrecisionError(
-            f"stochastic_rounding=True: offload of optimizer states from {device} steps copies of parameters, which do"
-            " not know the places of their elements; leave out the offload, or set master_weights=True instead",
             entry="precision-rounding-places",
         )
 
@@ -74,16 +60,10 @@ def check_quantized_states(optimizers: Sequence[Optimizer], options: Options, *,
         is_sharded: Whether parameters are sharded, so that owners step a few of them at a time.
 
     Raises:
-        QuantizedStatesError: The states would be offloaded, are paged, or options belong to positions in groups.
+        QuantizedStatesError: They are paged, or options belong to positions in groups.
     """
     for optimizer in optimizers:
         name, attributes = type(optimizer).__name__, vars(optimizer)
-        if options.offloaded and has_low_bit_states(optimizer):
-            raise QuantizedStatesError(
-                f"offload={options.offload!r} moves the states of {name} between devices, but they are quantized; leave"
-                " offload out, or use torch.optim.AdamW",
-                entry="quantized-offload",
-            )
         if not is_sharded and not options.optimizer_in_backward:
             continue
         if attributes.get("is_paged"):

@@ -160,7 +160,7 @@ class Recorder(StepMode):
             flops=self._costs.flops - flops,
             step_flops=self._costs.step_flops - step_flops,
             moved_bytes=self._costs.moved_bytes - moved,
-            **self._saved(leaves, out, is_recomputed=bool(self.recompute_depth and unit is not None and not paths)),
+            **self._saved(leaves, out, is_checkpointed=bool(self.checkpoint_depth and unit is not None and not paths)),
             line=user_line(),
             selects_rows=selects_rows(name, args),
             sized_by=sized_by,
@@ -171,9 +171,9 @@ class Recorder(StepMode):
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
         return out
 
-    def _saved(self, inputs: list[Any], out: Any, *, is_recomputed: bool) -> dict[str, Any]:
+    def _saved(self, inputs: list[Any], out: Any, *, is_checkpointed: bool) -> dict[str, Any]:
         """What the latest operation saves; a unit that the user's glue checkpoints saves its inputs."""
-        if is_recomputed:
+        if is_checkpointed:
             given = tuple(position for position, leaf in enumerate(inputs) if isinstance(leaf, Tensor))
             return {"saved_values": self._values_saved(SavedTensors(inputs=given), inputs, out)}
         saved = self._costs.saved

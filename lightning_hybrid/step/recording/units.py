@@ -43,11 +43,11 @@ class UnitChoice:
             be recorded inside.
     """
 
-    def __init__(self, root: nn.Module, num_stages: int, *, shares_experts: bool = False) -> None:
+    def __init__(self, root: nn.Module, num_stages: int, *, closes_mixtures: bool = False) -> None:
         """Begin with the choice by size; where ranks share experts, lists of them and their routers are never cut."""
         self._root, self._num_stages = root, num_stages
         self.opened, self.closed = set[str](), set[str]()
-        self._mixtures = frozenset(_mixtures(root) if shares_experts and num_stages > 1 else ())
+        self._mixtures = frozenset(_mixtures(root) if closes_mixtures and num_stages > 1 else ())
 
     def choose(self) -> dict[str, nn.Module]:
         """Return the current units by FQN, in the order of the module tree.
@@ -195,7 +195,7 @@ def _mixtures(root: nn.Module) -> Iterator[str]:
         others = [child for child in module.children() if child not in lists]
         beside = [*module.parameters(recurse=False), *(p for child in others for p in child.parameters())]
         rows = {full_shape(parameter)[0] for parameter in beside if parameter.dim() == 2}
-        if any(len(each) in rows and len({_structure(expert) for expert in each.children()}) == 1 for each in lists):
+        if any(len(each) in rows and len({_structure(member) for member in each.children()}) == 1 for each in lists):
             yield fqn
 
 
@@ -261,11 +261,8 @@ class CapturedInputs:
                         found += 1
             return found
 
-        self._costs.on_kernel_arguments = count_captured
-        try:
+        with self._costs.counting(count_captured):
             yield
-        finally:
-            self._costs.on_kernel_arguments = None
         for key, tensor in _attribute_tensors_of(self._units[unit]).items():
             if key not in before and key not in argument_ids:
                 self._after[key] = tensor, unit

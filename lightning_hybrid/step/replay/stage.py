@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from lightning_hybrid.step.standins.tensors import (
     materialize_call,
 )
 from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, user_functions
-from lightning_hybrid.step.tracing.instrument import intercepted_step, recomputed
+from lightning_hybrid.step.tracing.instrument import checkpointed, intercepted_step
 from lightning_hybrid.step.tracing.metrics import find_sinks
 from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Recording, Template
@@ -65,6 +66,13 @@ class StageRun:
     placeholders: list[tuple[int, FakeTensor]]
     numbers_read: str = ""
     scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)
+
+    def kept(self, wanted: Collection[int], earlier: StageRun | None) -> StageRun:
+        """What outlives the step: detached values among ``wanted``, joined with an earlier stage of the rank."""
+        made = {} if earlier is None else dict(earlier.made)
+        made |= {index: value.detach() for index, value in self.made.items() if index in wanted}
+        scalars = self.scalars if earlier is None else self.scalars.joined(earlier.scalars)
+        return dataclasses.replace(self, made=made, scalars=scalars)
 
 
 class SkippingMode(StepMode):
@@ -109,8 +117,12 @@ class StageReplay:
         root: nn.Module,
         randomness: KeyedRandomness,
         stage: int = -1,
+        contents: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Take ``stage`` (by default one without operations, for a run of the Python side effects alone)."""
+        """Take ``stage`` (by default one without operations, for a run of the Python side effects alone).
+
+        ``contents`` are full tensors by value index, of any shapes: reads of these values return their content.
+        """
         self.recording = recording
         self.assignment = assignment
         self.stage = stage
@@ -130,8 +142,7 @@ class StageReplay:
         self.drawing = {fqn: root.get_submodule(fqn) for fqn in graph.draws if fqn}
         self.device = randomness.device
         self.scalar_nodes = scalar_nodes(graph)
-        # Full tensors by value index, of any shapes: reads of these values return their content.
-        self.contents: Mapping[int, Tensor] = {}
+        self.contents = contents
 
     def run(
         self,
@@ -269,8 +280,8 @@ class ReplayWatch(SkippingMode):
         if node.index in self.shares:
             run = weighted_by_share(name, node.averages, run, self.shares[node.index])
         # A second run would find on its modules what the next microbatch stored there.
-        recomputes = self.recompute_depth and node.unit is not None and not paths
-        out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
+        is_checkpointed = self.checkpoint_depth and node.unit is not None and not paths
+        out = checkpointed(run, args, kwargs) if is_checkpointed else run(*args, **kwargs)
         out, out_leaves = self._record_result(node, leaves, out)
         if self.metrics is not None and node.index in self._scalar_nodes:
             repeatable = None if node.index in self.shares else run

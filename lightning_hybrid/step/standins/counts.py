@@ -163,7 +163,6 @@ class CostCounter(TorchDispatchMode):
         moved_bytes: Bytes written so far.
         drawing: FQNs of the modules whose own code ran a random kernel, in order.
         has_dynamic_shapes: Whether a kernel ran whose result has a shape that depends on values.
-        on_kernel_arguments: Called with the arguments of each kernel of a unit, returns how many are captured inputs.
         captured_reads: The number of captured inputs that kernels have read.
         saved: What the latest operation or unit saves for its backward.
     """
@@ -175,7 +174,7 @@ class CostCounter(TorchDispatchMode):
         self.moved_bytes = 0.0
         self.drawing: dict[str, None] = {}
         self.has_dynamic_shapes = False
-        self.on_kernel_arguments: Callable[[Any], int] | None = None
+        self._on_kernel_arguments: Callable[[Any], int] | None = None
         self.captured_reads = 0
         self.saved = SavedTensors()
         self._saved_for_backward = SavedForBackward(root)
@@ -183,13 +182,22 @@ class CostCounter(TorchDispatchMode):
         self._stack = [""]
         self._kernel_traits: dict[Any, tuple[bool, bool]] = {}
 
+    @contextlib.contextmanager
+    def counting(self, captured: Callable[[Any], int]) -> Iterator[None]:
+        """Call a function with the arguments of each kernel inside, which returns how many are captured inputs."""
+        self._on_kernel_arguments = captured
+        try:
+            yield
+        finally:
+            self._on_kernel_arguments = None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count one kernel."""
         if func is _DEVICE and len(args) == 1 and type(args[0]) is FakeTensor and not _is_in_kernel(args[0]):
             return args[0].fake_device  # two thirds of all calls; a stand-in would return the same more slowly
         kwargs = kwargs or {}
-        if self.on_kernel_arguments is not None:
-            self.captured_reads += self.on_kernel_arguments(args)
+        if self._on_kernel_arguments is not None:
+            self.captured_reads += self._on_kernel_arguments(args)
         try:
             out = func(*args, **kwargs)
         except TypeError:  # fake kernels do not support the user's tensor subclasses

@@ -166,13 +166,13 @@ def patched_checkpointing(
         watch = current.glue
         if watch is None:
             return generator(again(randomness.again(fn)), *args, **kwargs)
-        return _recompute_each_unit(watch)
+        return _checkpoint_each_unit(watch)
 
     def reentrant(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         watch = current.glue
         if watch is None:
             return function.apply(_plain_then_rerun(fn, again(randomness.again(fn))), preserve, *args)
-        with watch.recomputing():
+        with watch.checkpointing():
             return fn(*args)
 
     # A class defined here would be a reference cycle.
@@ -182,9 +182,9 @@ def patched_checkpointing(
         yield
 
 
-def _recompute_each_unit(watch: StepMode) -> Iterator[None]:
+def _checkpoint_each_unit(watch: StepMode) -> Iterator[None]:
     """Replaces torch's generator: it yields once, around the run of the function."""
-    with watch.recomputing():
+    with watch.checkpointing():
         yield
 
 
@@ -198,6 +198,6 @@ def _plain_then_rerun(fn: Callable[..., Any], again: Callable[..., Any]) -> Call
     return run
 
 
-def recomputed(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def checkpointed(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a unit and recompute it in the backward."""
     return torch.utils.checkpoint.checkpoint(lambda: run(*args, **kwargs), use_reentrant=False)

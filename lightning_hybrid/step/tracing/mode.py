@@ -79,7 +79,7 @@ class StepMode(TorchFunctionMode, ABC):
         parameters: FQN by ``id`` of every parameter and tracked buffer.
         is_recording: Whether nothing may be sent to other ranks.
         inside_unit: Whether a unit or metric runs, where nothing is intercepted.
-        recompute_depth: The number of checkpointed functions of the user's glue that are running.
+        checkpoint_depth: The number of checkpointed functions of the user's glue that are running.
         numbers_read: The line that last read a number from an absent tensor.
         values_read: The values that numbers were read from.
         absent_number: The number that reads of absent values return, in the search for branches on them.
@@ -102,7 +102,7 @@ class StepMode(TorchFunctionMode, ABC):
         self._randomness = randomness
         self.inside_unit = False
         self.uncompiled = EagerSwitch()
-        self.recompute_depth = 0
+        self.checkpoint_depth = 0
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
         self.absent_number: float | None = None
@@ -242,13 +242,13 @@ class StepMode(TorchFunctionMode, ABC):
         """Called when user code reads the shape of a tensor; does nothing by default."""
 
     @contextlib.contextmanager
-    def recomputing(self) -> Iterator[None]:
+    def checkpointing(self) -> Iterator[None]:
         """Mark that the code inside runs under the user's activation checkpointing."""
-        self.recompute_depth += 1
+        self.checkpoint_depth += 1
         try:
             yield
         finally:
-            self.recompute_depth -= 1
+            self.checkpoint_depth -= 1
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """The function that runs for a call of a metric's method; a recording replaces it by a dry run."""

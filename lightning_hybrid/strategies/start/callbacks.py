@@ -29,7 +29,7 @@ def check_callbacks(trainer: Any, mesh: Mesh, *, is_recorded: bool) -> None:
     """
     layout = mesh.layout
     world_size, num_stages = layout.world_size, layout.pipeline_parallel_size
-    is_sharded = world_size > layout.data_replicate_size or layout.expert_parallel_size > 1
+    is_sharded = world_size > layout.data_replicate_size or layout.joins_replicas
     for callback in trainer.callbacks:
         is_search = isinstance(callback, BatchSizeFinder) and world_size > 1
         if is_search and trainer.state.fn != TrainerFn.FITTING:
@@ -59,9 +59,9 @@ def why_ranks_cannot_stop_together(trainer: Any, mesh: Mesh) -> str:
     Collective over the ranks of a pipeline.
     """
     layout = mesh.layout
-    if layout.expert_parallel_size > 1:
+    if layout.joins_replicas:
         return (
-            f"ranks that share experts (expert_parallel_size={layout.expert_parallel_size}) exchange tokens in the"
+            f"ranks that share experts ({layout.option('ep')}) exchange tokens in the"
             " middle of a step, which cannot be undone if one of them runs out of memory"
         )
     for callback in trainer.callbacks:

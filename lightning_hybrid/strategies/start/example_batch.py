@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid.patching import reduced_as
+from lightning_hybrid.patching import reduced_as, replace
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.step.module_state.snapshots import ArgumentSnapshot, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import children_of, flatten
@@ -44,7 +44,7 @@ def take_example(
     loaders = loop._combined_loader if loop is trainer.fit_loop else None
     if loaders is None:
         loaders = _request_dataloader(loop._data_source)
-        provide_loaders_once(loop._data_source, lambda: loaders)
+        provide_loaders_once(loop, lambda: loaders)
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     states = GeneratorStates(trainer.strategy.root_device)
     try:
@@ -77,15 +77,15 @@ def take_example(
         states.restore()
 
 
-def provide_loaders_once(source: Any, loaders: Callable[[], Any]) -> None:
-    """Let a loop's source of loaders return these the next time, and call the user's hook from then on."""
-    request = source.dataloader
+def provide_loaders_once(loop: Any, loaders: Callable[[], Any]) -> None:
+    """Let a loop's source of loaders return these the next time in this run, and call the user's hook from then on."""
 
     def dataloader_once() -> Any:
-        source.dataloader = request
+        undo()
         return loaders()
 
-    source.dataloader = dataloader_once
+    undo = replace(loop._data_source, "dataloader", dataloader_once, reason="loaders of the recorded step are read on")
+    loop.trainer.strategy.world.until_end.callback(undo)
 
 
 def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tuple[Any, Any]:

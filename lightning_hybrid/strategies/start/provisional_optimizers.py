@@ -106,7 +106,7 @@ def _loaders_reset_afterwards(loop: Any) -> Iterator[None]:
         return
     loop._data_fetcher.teardown()
     loop._combined_loader = None
-    provide_loaders_once(loop._data_source, lambda: combined)
+    provide_loaders_once(loop, lambda: combined)
 
 
 def _is_rereadable(loader: Any) -> bool:

@@ -54,7 +54,7 @@ def make_runner(
         stages_per_rank=each,
         max_microbatches_in_flight=options.max_microbatches_in_flight,
         cuts=cuts,
-        shares_experts=mesh.layout.expert_parallel_size > 1,
+        closes_mixtures=mesh.layout.joins_replicas,
         agree=world.broadcast,
         first_failure=world.first_failure,
     )

@@ -62,15 +62,15 @@ class RankedStrategy(ParallelStrategy):
         self.options = options
         super().__init__(**lightning)
         self.num_nodes = 1
-        self._recompute = options.recompute
+        self._requested_recompute: Recompute | None = None  # by a callback
         self.saved_activations = ActivationRequests()
         self._backend = options.process_group_backend
         self._world: RankWorld | None = None
         self.predicted_plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle no ranks, and the recomputation of the options; nothing that a Trainer's callbacks request."""
-        requested = {"_recompute": self.options.recompute, "saved_activations": ActivationRequests()}
+        """Pickle no ranks, and nothing that a Trainer's callbacks request."""
+        requested = {"_requested_recompute": None, "saved_activations": ActivationRequests()}
         return {**super().__getstate__(), "_world": None, **requested}
 
     @property
@@ -112,12 +112,17 @@ class RankedStrategy(ParallelStrategy):
         self._precision_plugin = plugin
 
     def request_recomputation(self, recompute: Recompute) -> None:
-        """Set the recomputation that a callback requests; a ValueError if the option requests another."""
-        if self._recompute not in (None, recompute):
-            raise ValueError(
-                f"recompute={self._recompute!r} and recompute={recompute!r} are both requested; set one of them"
-            )
-        self._recompute = recompute
+        """Set the recomputation that a callback requests; a ValueError if the user's option requests another."""
+        option = None if "recompute" in self.options.unset else self.options.recompute  # planned, if unset
+        present = self._requested_recompute or option
+        if present not in (None, recompute):
+            raise ValueError(f"recompute={present!r} and recompute={recompute!r} are both requested; set one of them")
+        self._requested_recompute = recompute
+
+    @property
+    def _recompute(self) -> Recompute | None:
+        """The recomputation of a run: what a callback requests, or the option, which may be planned."""
+        return self._requested_recompute or self.options.recompute
 
     def request_saved_activations(self, request: Offload | Compression) -> None:
         """Set how saved activations are offloaded or compressed; a ValueError if there is another request."""
@@ -308,7 +313,6 @@ class RankedStrategy(ParallelStrategy):
         """Take the options that the first rank has planned."""
         if planned:
             self.options = self.options.with_planned(planned)
-            self._recompute = self._recompute or self.options.recompute
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks."""

@@ -38,7 +38,7 @@ class ReplicaWorld:
 
     def __init__(self, mesh: Mesh) -> None:
         self.is_visible = False
-        self._runs_code: dict[tuple[str, int], bool] = {}
+        self._runs_code: dict[tuple[object, ...], bool] = {}
         self._loaders = contextlib.ExitStack()  # gives each its own class again
         self._loader_classes: dict[type, type] = {}  # by the user's own
         self._group = mesh.group("data")
@@ -92,7 +92,7 @@ class ReplicaWorld:
         """Whether a hook runs any user code; most hooks of a step are empty."""
         if hook_name in _NOT_USER_HOOKS:
             return False
-        key = hook_name, len(trainer.callbacks)
+        key = hook_name, *map(type, trainer.callbacks)
         if key not in self._runs_code:
             owners = (trainer.lightning_module, trainer.datamodule, *trainer.callbacks)
             hooks = [getattr(owner, hook_name, None) for owner in owners]

@@ -126,7 +126,7 @@ class LocalRounds(RunCallback):
         for reducer in self._optimization.reducers.values():
             reducer.step_alone(is_local)
         for group in self._run.active.groups:
-            group.messages.is_local = is_local
+            group.messages.stay_local(is_local)
         if self._optimization.buffers is not None:
             self._optimization.buffers.step_alone(is_local)
         if is_local and self.outer is not None:

@@ -89,7 +89,7 @@ def check_gradient_compression(callback: GradientCompression, run: Any) -> None:
     """
     setting = run.setting
     name, sharded = f"GradientCompression({callback.method!r})", _sharded_by(run)
-    _refuse_experts_and_gradient_noise(name, run)
+    _refuse_joined_and_observed_replicas(name, run)
     if (dtype := message_dtypes(setting.precision)["reduce_dtype"]) is not None:
         raise LayoutError(
             f"{name} decides in which form gradients are sent, and so does reduce_dtype={dtype}; leave out one of them",
@@ -117,7 +117,7 @@ def check_local_sgd(callback: LocalSGD, run: Any) -> None:
     """
     setting = run.setting
     layout, name, sharded = setting.layout, f"LocalSGD(every={callback.every})", _sharded_by(run)
-    _refuse_experts_and_gradient_noise(name, run)
+    _refuse_joined_and_observed_replicas(name, run)
     if sharded and layout.data_parallel_size > 1 and run.mesh.size("dp_replicate") == 1:
         size = layout.data_parallel_size
         raise LayoutError(
@@ -185,11 +185,11 @@ def _sharded_by(run: Any) -> str:
     return next((technique.option for technique in run.techniques if technique.shardings), "")
 
 
-def _refuse_experts_and_gradient_noise(name: str, run: Any) -> None:
-    size = run.setting.layout.expert_parallel_size
-    if size > 1:
+def _refuse_joined_and_observed_replicas(name: str, run: Any) -> None:
+    layout = run.setting.layout
+    if layout.joins_replicas:
         raise LayoutError(
-            f"{name} is for replicas that each have all experts, and expert_parallel_size={size} of them share them;"
+            f"{name} is for replicas that each have all experts, and {layout.option('ep')} of them share them;"
             " set expert_parallel_size=1, or remove the callback",
             entry="slow-links",
         )

@@ -30,11 +30,7 @@ def in_general_position(
 ) -> Example | str:
     """Draws the inputs of an example and the buffers of its unit; values that have to stay as they are stay.
 
-    Args:
-        unit: A copy of the unit with random weights; the values of its buffers and tensor attributes are replaced.
-        example: Its arguments.
-        lines: Runs the unit on an example; returns the lines that called torch, None without finite results.
-        generator: Source of random numbers.
+    ``lines`` runs the unit on an example; it returns the lines that called torch, None without finite results.
 
     Returns:
         The example, or why it cannot prove anything: numbers that are all equal, and that the unit needs to be so.

@@ -23,15 +23,10 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of one call of a unit.
+    """The arguments of one call of a unit."""
 
-    Attributes:
-        leaves: The flattened arguments; floating tensors have the dtype of the proof.
-        spec: The structure of the arguments.
-    """
-
-    leaves: tuple[Any, ...]
-    spec: Spec | None
+    leaves: tuple[Any, ...]  # the flattened arguments; floating tensors have the dtype of the proof
+    spec: Spec | None  # the structure of the arguments
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
         """Makes args and kwargs of one run, and the inputs that need a gradient by leaf index; shapes of the leaves."""
@@ -63,23 +58,11 @@ def make_example(
     *,
     widths: Collection[int] | None = None,
 ) -> Example | None:
-    """Makes an example with small sizes on which the unit runs.
+    """Makes an example with small sizes on which the unit runs; None if it does not run on its recorded inputs.
 
-    Args:
-        args: Positional arguments, real or fake tensors among them.
-        kwargs: Keyword arguments.
-        unit: A copy of the unit with random weights.
-        size: Number of tensor ranks; no size is a multiple of it without need.
-        runs: Whether the unit runs on an example.
-        generator: For the values of fake floating inputs.
-        dtype: Dtype of floating inputs.
-        least: Minimal size: each rank that the sequence is sharded over must have one position; two where another
-            dim comes first, since many sizes are 1.
-        widths: For a run on fake tensors: sizes that stay, beside those of weights. Leaves keep their dtype, and those
-            without data get none.
-
-    Returns:
-        The example, or None if the unit does not run on its recorded inputs.
+    No size is a multiple of the number of ranks without need. Each rank that the sequence is sharded over must have one
+    position, which `least` says; two where another dim comes first, since many sizes are 1. For a run on fake tensors
+    `widths` are sizes that stay, beside those of weights: leaves keep their dtype, and those without data get none.
     """
     leaves, spec = flatten((args, kwargs))
     real = [_with_real_tensors(leaf, generator, dtype) if widths is None else _detached(leaf) for leaf in leaves]
@@ -129,10 +112,7 @@ def _small_lengths(lengths: list[int], masked: set[int], weights: set[int], size
 def spread_rows(example: Example, lengths: Iterable[int], runs: Callable[[Example], bool]) -> Example:
     """Spreads the integers of an example over the vocabularies, so that each rank looks up some of its rows.
 
-    Args:
-        example: The example of a unit with lookups.
-        lengths: Sizes of the vocabularies.
-        runs: Whether the unit runs on an example; integers with another meaning (positions) stay unchanged.
+    Integers with another meaning (positions), with which the unit does not run then, stay unchanged.
     """
     for length in sorted(lengths, reverse=True):
         for index, leaf in enumerate(example.leaves):

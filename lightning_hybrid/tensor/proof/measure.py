@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.logits.vocabulary import VocabularyShard
-from lightning_hybrid.params.placement import shard_tensor
 from lightning_hybrid.step.module_state.copies import copy_on_meta, on_meta
 from lightning_hybrid.step.objects.modules import copied
 from lightning_hybrid.step.objects.pytree import flatten
@@ -22,26 +21,18 @@ from lightning_hybrid.step.standins.tensors import materialize
 from lightning_hybrid.tensor.collectives import Collective, CountedRanks
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.proof.example import Example
-from lightning_hybrid.tensor.runtime.unit import ShardedUnit
+from lightning_hybrid.tensor.runtime.unit import shards_of, unit_on_trial
 
 
 @dataclass(frozen=True)
 class UnitUse:
-    """What one call of a unit takes on one rank.
+    """What one call of a unit takes on one rank."""
 
-    Attributes:
-        forward: Its collectives between tensor ranks.
-        recomputed: Those of a recomputed forward, which ends with the last tensor that is saved.
-        backward: Those of its backward.
-        saved_bytes: Of tensors saved for the backward, without parameters and inputs.
-        has_loss: Whether a cross entropy over a sharded vocabulary is included: the output is a part of the logits.
-    """
-
-    forward: tuple[Collective, ...]
-    recomputed: tuple[Collective, ...]
-    backward: tuple[Collective, ...]
-    saved_bytes: int
-    has_loss: bool = False
+    forward: tuple[Collective, ...]  # its collectives between tensor ranks
+    recomputed: tuple[Collective, ...]  # those of a recomputed forward, which ends with the last tensor that is saved
+    backward: tuple[Collective, ...]  # those of its backward
+    saved_bytes: int  # of tensors saved for the backward, without parameters and inputs
+    has_loss: bool = False  # whether a cross entropy over a sharded vocabulary is included: the output is logits
 
 
 def measure_unit(
@@ -54,18 +45,10 @@ def measure_unit(
     context_rank: int = 0,
     prepare: Callable[[nn.Module, CountedRanks], AbstractContextManager[Any]] | None = None,
 ) -> UnitUse:
-    """Run a unit and its backward on meta tensors, as one of the tensor ranks.
+    """Run a unit and its backward on meta tensors, as one of the tensor ranks; unsharded if there is no plan.
 
-    Args:
-        unit: The unit, full; its weights are not read.
-        plan: How it is sharded; None to run it unsharded.
-        args: Arguments of one call, of the shapes of a microbatch.
-        kwargs: Its keyword arguments.
-        rank: The number of the rank among the tensor ranks.
-        around: A context entered around the forward, such as that of a precision.
-        context_rank: The number of the rank among the context ranks.
-        prepare: Shards what the plan does not: called with the copy on meta tensors and the tensor ranks, returns a
-            context entered around the forward.
+    Arguments have the shapes of a microbatch. Contexts are entered around the forward: ``around`` such as that of a
+    precision, and what ``prepare`` returns, which shards what the plan does not in the copy on meta tensors.
 
     Raises:
         Exception: The unit does not run on meta tensors, for example because it reads values.
@@ -75,18 +58,9 @@ def measure_unit(
     running: AbstractContextManager[Any] = contextlib.nullcontext()
     prepared = running if prepare is None else prepare(twin, ranks)
     if plan is not None:
-        local = {
-            name: shard_tensor(tensor.detach(), plan.placements[name], rank, plan.size).requires_grad_(
-                tensor.requires_grad
-            )
-            for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
-        }
-        none = contextlib.nullcontext
-        context: Any = CountedRanks(context_rank, plan.context, "context", ranks.done)
-        sharded = ShardedUnit(
-            twin, plan, ranks, context=context, tensors=lambda: local, around_draw=none, around_local_draw=none
-        )
-        running = sharded.running()
+        local = shards_of(twin, plan, rank)
+        context = CountedRanks(context_rank, plan.context, "context", ranks.done)
+        running = unit_on_trial(twin, plan, ranks, context, local).running()
     else:
         local = dict(twin.named_parameters())
     call_args, call_kwargs, inputs = _example_on_meta(args, kwargs).call()

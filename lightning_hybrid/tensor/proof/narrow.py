@@ -14,18 +14,17 @@ not used, and the layer is proved at its own width.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid.equivalence.division import Division, copy_of_unit, divided_leaf, divisions, named_widths
 from lightning_hybrid.equivalence.shapes import ShapeTrace, difference_but_width, why_not_same_program
-from lightning_hybrid.params.placement import Placement, Shard, scaled, shard_tensor
+from lightning_hybrid.params.placement import Placement, Shard, scaled
 from lightning_hybrid.step.objects.pytree import unflatten
 from lightning_hybrid.step.standins.kernels import quiet_fake_kernels
 from lightning_hybrid.step.standins.tensors import FAKE_MODE
@@ -34,7 +33,7 @@ from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.proof.example import Example, make_example
 from lightning_hybrid.tensor.proof.proof import prove_cached
 from lightning_hybrid.tensor.proof.trials import Setting, run_forward
-from lightning_hybrid.tensor.runtime.unit import ShardedUnit
+from lightning_hybrid.tensor.runtime.unit import shards_of, unit_on_trial
 
 LEAST_NUMEL = 2**24  # parameters of a layer that is worth a copy; smaller ones are searched in a second or two
 _MODES = (True, False)  # training, evaluation
@@ -42,19 +41,12 @@ _MODES = (True, False)  # training, evaluation
 
 @dataclass(frozen=True)
 class NarrowLayer:
-    """A narrow copy of a unit that runs the same program.
+    """A narrow copy of a unit that runs the same program."""
 
-    Attributes:
-        unit: The copy, for proofs: parameters without values, buffers with.
-        args: Arguments of one call of it.
-        kwargs: Its keyword arguments.
-        factor: What its widths are divided by.
-    """
-
-    unit: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    factor: int
+    unit: nn.Module  # the copy, for proofs: parameters without values, buffers with
+    args: tuple[Any, ...]  # arguments of one call of it
+    kwargs: dict[str, Any]  # its keyword arguments
+    factor: int  # what its widths are divided by
     _full: tuple[nn.Module, Example]  # of fake tensors
     _narrow: tuple[nn.Module, Example]
 
@@ -96,11 +88,11 @@ class NarrowLayer:
 
 def _plans_in(plan: UnitPlan) -> Iterator[UnitPlan]:
     """A plan, and those for calls whose sequence is not sharded."""
-    if plan.num_sharded or plan.positions is not None:
+    if plan.is_sharded:
         yield plan
     if plan.full_sequence_plan is not None:
         yield from _plans_in(plan.full_sequence_plan)
-    elif plan.positions is not None and plan.positions.by == "tensor":
+    elif plan.by == "tensor":
         yield replace(plan, positions=None)
 
 
@@ -109,12 +101,7 @@ def narrow_layer(
 ) -> NarrowLayer | str:
     """A narrow copy of a unit, or why there is none; "" if the unit is small.
 
-    Args:
-        unit: The unit; its weights are not read.
-        args: Arguments of one call.
-        kwargs: Its keyword arguments.
-        size: Number of tensor ranks times context ranks.
-        kept: Sizes that are not divided (of vocabularies).
+    ``size`` is the number of tensor ranks times context ranks; ``kept`` are sizes that are not divided (vocabularies).
     """
     if size == 1 or sum(prod(parameter.shape) for parameter in unit.parameters()) < LEAST_NUMEL:
         return ""
@@ -241,21 +228,16 @@ def sharded_trace(unit: nn.Module, plan: UnitPlan, example: Example, *, training
     Raises:
         ValueError: The sequence was not sharded although the plan shards it.
     """
-    context_size = plan.context if plan.positions is not None and plan.positions.by != "tensor" else 1
+    context_size = plan.context if plan.by in ("context", "both") else 1
     ranks = CountedRanks((plan.size - 1) * last, plan.size)
     context = CountedRanks((context_size - 1) * last, context_size)
-    local: dict[str, Tensor] = {}
-    for fqn, tensor in (*unit.named_parameters(), *unit.named_buffers()):
-        with FAKE_MODE:
-            shard = shard_tensor(tensor.detach(), plan.placements[fqn], ranks.rank, plan.size).clone()
-        local[fqn] = shard.requires_grad_(tensor.requires_grad)
-    none = contextlib.nullcontext
-    runner = ShardedUnit(
-        unit, plan, ranks, context=context, tensors=lambda: local, around_draw=none, around_local_draw=none
-    )
+    with FAKE_MODE:
+        shards = shards_of(unit, plan, ranks.rank).items()
+        local = {fqn: shard.detach().clone().requires_grad_(shard.requires_grad) for fqn, shard in shards}
+    runner = unit_on_trial(unit, plan, ranks, context, local)
     trace = ShapeTrace()
     with FAKE_MODE, quiet_fake_kernels(), runner.running():
         run_forward(unit.train(training), example, Setting(training), trace)
-    if plan.positions is not None and not runner.num_sharded_sequences:
+    if plan.by and not runner.num_sharded_sequences:
         raise ValueError("the sequence was not sharded")
     return trace

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,10 +46,6 @@ class Proof:
     """Compares sharded runs of a unit with the unsharded unit on one example.
 
     Attributes:
-        unit: A copy of the unit with random weights.
-        example: Its arguments.
-        ranks: Runs it on all ranks.
-        dtype: Dtype of weights and arguments.
         first: Train mode with gradients: the setting that finds most errors.
         eval_mode: Eval mode without gradients, in which units may run other code than in training.
         without_modes: Eval mode without function modes, as in a run of the user: torch takes other paths there.
@@ -58,10 +54,14 @@ class Proof:
         relative_error: What the last run differed by; infinite where not by numbers alone.
     """
 
-    unit: nn.Module
-    example: Example
-    ranks: TrialRanks
-    dtype: torch.dtype
+    unit: nn.Module  # a copy of the unit with random weights
+    example: Example  # its arguments
+    ranks: TrialRanks  # runs it on all ranks
+    dtype: torch.dtype  # dtype of weights and arguments
+    # Outcomes of the unsharded unit, which proofs of the same example on other ranks share.
+    _references: dict[str, tuple[Outcome, frozenset[str]]] = field(default_factory=dict)  # and missing gradients
+    _same_as_first: dict[str, bool] = field(default_factory=dict)
+    _on_outliers: dict[str, Outcome | None] = field(default_factory=dict)  # None where the unit itself raises
 
     def __post_init__(self) -> None:
         first = self.first = Setting(dtype=self.dtype)
@@ -69,18 +69,12 @@ class Proof:
         self.without_modes = replace(self.eval_mode, exact=False)
         others = [replace(first, training=False), replace(first, grad=False)]
         self.settings = [first, *others, self.eval_mode, self.without_modes]
-        self._references: dict[str, tuple[Outcome, frozenset[str]]] = {}  # with the names of missing gradients
-        self._same_as_first: dict[str, bool] = {}
-        self._on_outliers: dict[str, Outcome | None] = {}  # None where the unit itself raises
         self.sharded_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
     def on(self, size: int, context: int = 1) -> Proof:
         """Makes a proof of the same example on other numbers of tensor and context ranks."""
-        proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
-        proof._references, proof._same_as_first = self._references, self._same_as_first
-        proof._on_outliers = self._on_outliers
-        return proof
+        return replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
 
     def reference(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
         """The outcome of the unsharded unit, which runs once for each setting.
@@ -105,12 +99,7 @@ class Proof:
     ) -> str | None:
         """Runs the unit by a plan; returns the first difference from the unsharded unit, or None.
 
-        Args:
-            plan: The plan.
-            setting: The setting of the run.
-            learning: Whether the run makes the rules of the plan.
-            forward_only: Whether to compare outputs alone.
-            without: Parameters whose gradients are not compared.
+        A run that learns makes the rules of the plan. Gradients of the parameters ``without`` are not compared.
         """
         outcomes = self.outcomes(plan, setting, learning=learning, forward_only=forward_only, without=without)
         if isinstance(outcomes, str) or forward_only:
@@ -137,10 +126,7 @@ class Proof:
         forward_only: bool = False,
         without: Collection[str] = (),
     ) -> list[Outcome] | str:
-        """Runs the unit by a plan; returns the outcomes of all ranks, or a failure or the first difference of outputs.
-
-        Arguments as for `difference`; the backward is skipped with `forward_only`.
-        """
+        """Runs the unit by a plan; returns the outcomes of all ranks, a failure, or the first difference of outputs."""
         self.sharded_outputs, self.relative_error = {}, math.inf
         expected = self.reference(setting, () if learning else without)
         wrong: list[str] = []
@@ -153,7 +139,7 @@ class Proof:
             found = self.ranks.run(plan, self.example, setting, learning=learning, check=are_right, without=without)
         except TrialFailed as failure:
             return str(failure)
-        if plan.positions is not None and not self._was_sequence_sharded():
+        if plan.by and not self._was_sequence_sharded():
             return NOT_SHARDED
         return wrong[0] if wrong else found
 
@@ -269,15 +255,7 @@ def proof_of(
 ) -> Proof | str:
     """Makes the proof of a unit, or returns why that is not possible.
 
-    Args:
-        unit: The user's unit; a copy with random weights is run.
-        args: Arguments of one call.
-        kwargs: Its keyword arguments.
-        size: Number of tensor ranks.
-        vocabulary: Vocabulary-parallel parameters: FQN -> dim; the example looks up rows of each rank.
-        context: Number of context ranks.
-        least: Minimal number of positions of the example.
-        seed: Seed of the random weights.
+    The example has ``least`` positions or more, and looks up rows of each rank in the parameters of the vocabulary.
     """
     if size * context == 1:
         return "there is one tensor rank"
@@ -379,14 +357,14 @@ def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with torch.random.fork_rng(devices=[]):
         least = 1
         if plan.positions is not None:
-            least = plan.size * plan.context if plan.positions.by == "both" else plan.size
+            least = plan.size * plan.context if plan.by == "both" else plan.size
             least = max(least, 2 * plan.context * plan.positions.ring_attention)
         proof = proof_of(unit, args, kwargs, plan.size, plan.vocabulary, context=plan.context, least=least)
         if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
             return None
         num_trials = proof.ranks.num_trials
         full_sequence_plan = plan.full_sequence_plan
-        if plan.positions is not None and plan.positions.by == "tensor":  # of calls with fewer positions than ranks
+        if plan.by == "tensor":  # of calls with fewer positions than ranks
             full_sequence_plan = replace(plan, positions=None)
         if full_sequence_plan is not None:
             proof = proof.on(plan.size)
@@ -403,13 +381,7 @@ def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def outlier_examples(example: Example, leaf_index: int, dim: int) -> Iterator[tuple[str, Example]]:
-    """Yields examples of the same shapes, each with its description.
-
-    Args:
-        example: The example of a unit.
-        leaf_index: Index of the sequence among the arguments, a floating tensor of any shape.
-        dim: Its dim of positions.
-    """
+    """Yields examples of the same shapes, each with its description."""
     leaf = example.leaves[leaf_index]
     length = leaf.shape[dim]
     shape = [length if other == dim else 1 for other in range(leaf.dim())]
@@ -432,17 +404,10 @@ def outlier_examples(example: Example, leaf_index: int, dim: int) -> Iterator[tu
 
 
 def difference_on_outliers(found: Any, wanted: Any, length: int, dim: int) -> str | None:
-    """The difference between two values where both are finite, each position by its own scale; or None.
-
-    Args:
-        found: A value of a sharded run; a tensor of any shape, or another object.
-        wanted: The same value of the full unit.
-        length: Number of positions of the sequence.
-        dim: Its dim of positions.
-    """
-    if not isinstance(found, Tensor) or not isinstance(wanted, Tensor) or found.shape != wanted.shape:
+    """The difference between two values where both are finite, each position by its own scale; or None."""
+    if not isinstance(found, Tensor) or not isinstance(wanted, Tensor):
         return difference_of(found, wanted, 0.0)
-    if not wanted.is_floating_point():
+    if found.shape != wanted.shape or not wanted.is_floating_point():
         return difference_of(found, wanted, 0.0)
     tolerance = _TOLERANCES.get(wanted.dtype, 5e-2)
     is_finite = found.isfinite() & wanted.isfinite()

@@ -22,44 +22,30 @@ from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.tensors import materialize
 from lightning_hybrid.step.tracing.asides import taking_asides
 from lightning_hybrid.step.tracing.lines import TorchCall, TorchCallSites
+from lightning_hybrid.tensor.collectives import Ranks
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.proof.example import Example
-from lightning_hybrid.tensor.region import AroundDraw
-from lightning_hybrid.tensor.runtime.unit import ShardedUnit
+from lightning_hybrid.tensor.runtime.unit import ShardedUnit, unit_on_trial
 
 
 @dataclass
 class Outcome:
-    """The outputs, gradients and buffers of one run.
+    """The outputs, gradients and buffers of one run."""
 
-    Attributes:
-        outputs: The leaves of the unit's result, and its side outputs.
-        grads: Gradients by name: of parameters by FQN, of inputs by "input <leaf index>".
-        buffers: Buffers after the run, by FQN.
-        path: The torch calls of the unsharded unit, each with its line.
-    """
-
-    outputs: list[Any]
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    path: list[TorchCall] = field(default_factory=list)
+    outputs: list[Any]  # the leaves of the unit's result, and its side outputs
+    grads: dict[str, Tensor] = field(default_factory=dict)  # of parameters by FQN, of inputs by "input <leaf index>"
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # buffers after the run, by FQN
+    path: list[TorchCall] = field(default_factory=list)  # the torch calls of the unsharded unit, each with its line
 
 
 @dataclass
 class Setting:
-    """The modes in which a unit is run.
+    """The modes in which a unit is run."""
 
-    Attributes:
-        training: Train mode instead of eval mode.
-        grad: With gradients, of outputs weighted by `_cotangent`.
-        exact: Under `DeterministicMode`.
-        dtype: Dtype of all floating values.
-    """
-
-    training: bool = True
-    grad: bool = True
-    exact: bool = True
-    dtype: torch.dtype = torch.float64
+    training: bool = True  # train mode instead of eval mode
+    grad: bool = True  # with gradients, of outputs weighted by `_cotangent`
+    exact: bool = True  # under `DeterministicMode`
+    dtype: torch.dtype = torch.float64  # dtype of all floating values
 
     def __str__(self) -> str:
         return f"{'train' if self.training else 'eval'} mode, {'with' if self.grad else 'without'} gradients"
@@ -133,14 +119,7 @@ class TrialRanks:
     """
 
     def __init__(self, unit: nn.Module, size: int, context: int = 1, *, copies: list[nn.Module] | None = None) -> None:
-        """Makes the copies.
-
-        Args:
-            unit: The unit with random weights, which the copies share.
-            size: Number of tensor ranks.
-            context: Number of context ranks.
-            copies: Copies of other trials of the unit; missing ones are appended.
-        """
+        """Makes the copies of a unit with random weights, beside the copies of other trials."""
         self._unsharded, self.size, self.context = unit, size, context
         self.copies = [] if copies is None else copies
         while len(self.copies) < size * context:
@@ -159,15 +138,9 @@ class TrialRanks:
         check: Callable[[list[Outcome]], bool] = lambda _: True,
         without: Collection[str] = (),
     ) -> list[Outcome]:
-        """Runs the unit on all ranks.
+        """Runs the unit on all ranks; the backward only if there are gradients and ``check`` accepts the outputs.
 
-        Args:
-            plan: The plan.
-            example: The arguments of the unit.
-            setting: The setting of the run.
-            learning: Whether the run makes the rules of the plan.
-            check: Called with the outputs; the backward is run if it returns True and the setting has gradients.
-            without: FQNs of parameters whose gradients are not needed; while learning, they require one all the same.
+        Parameters ``without`` need no gradients; while learning, they require one all the same.
 
         Raises:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.
@@ -218,13 +191,8 @@ class TrialRanks:
         for fqn, buffer in self._unsharded.named_buffers():
             local[fqn] = shard_tensor(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: tensor for fqn, tensor in local.items() if tensor.requires_grad and fqn not in without}
-        # Nothing is drawn; and threads that access torch's generator can deadlock: its lock's owner waits for the
-        # interpreter's lock if garbage is collected at that moment.
-        around: AroundDraw = contextlib.nullcontext
-        runner = ShardedUnit(
-            unit, plan, ranks, context=context, tensors=lambda: local, around_draw=around, around_local_draw=around
-        )
-        runner.learning = learning
+        runner = unit_on_trial(unit, plan, ranks, context, local)
+        runner.learn(learning)
         if index == 0:
             self.first_unit = runner
         with runner.running():
@@ -236,14 +204,7 @@ class TrialRanks:
 def local_and_expected(
     outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str, wanted: Tensor
 ) -> list[tuple[list[Tensor], Tensor]]:
-    """Pairs the local shards of a gradient or buffer with the expected slices; nothing is gathered, layers are large.
-
-    Args:
-        outcomes: The outcomes of all ranks.
-        plan: The plan of the run.
-        name: Name of the parameter, buffer or input.
-        kind: "grads" or "buffers".
-        wanted: The full tensor, of any shape.
+    """Pairs the local shards of "grads" or "buffers", of any shape, with the expected slices; nothing is gathered.
 
     Returns:
         For each shard, the tensors of all context ranks and the slice; for a replicated one, those of all ranks.
@@ -278,8 +239,8 @@ class _ThreadGroup:
         self.slots: list[Any] = [None] * size
 
 
-class ThreadRanks:
-    """One rank of a trial, with the collectives of the protocol `Ranks` between threads."""
+class ThreadRanks(Ranks):
+    """One rank of a trial; its collectives are between threads."""
 
     def __init__(self, rank: int, group: _ThreadGroup) -> None:
         self.rank, self.size, self._group = rank, group.size, group
@@ -306,25 +267,16 @@ class ThreadRanks:
             raise TrialFailed(f"ranks exchange tensors of shapes {[tuple(other.shape) for other in gathered]}")
         return gathered
 
-    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one tensor to each rank; returns the tensor from each rank, in these shapes."""
         group = self._group
-        group.slots[self.rank] = [tensor.detach() for tensor in parts]
+        group.slots[self.rank] = [tensor.detach() for tensor in blocks]
         group.barrier.wait()
         received = [sent[self.rank] for sent in group.slots]
         group.barrier.wait()
         if [tensor.shape for tensor in received] != list(shapes):
             raise TrialFailed(f"a rank expects shapes {shapes} and receives {[tensor.shape for tensor in received]}")
         return received
-
-
-def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
-    """Runs a function on `size` ranks at once, in threads; returns the results in the order of ranks.
-
-    Raises:
-        TrialFailed: A rank raised, or the ranks did not exchange the same things.
-    """
-    return ThreadGroups(size, 1).run_on_each(lambda ranks, _: run(ranks))
 
 
 class ThreadGroups:
@@ -335,10 +287,7 @@ class ThreadGroups:
         self._context = [_ThreadGroup(context) for _ in range(size)]
 
     def run_on_each(self, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
-        """Runs a function on all ranks at once, in threads; returns the results in the order of ranks.
-
-        Args:
-            run: Called with the rank among the tensor ranks, and the rank among the context ranks.
+        """Runs a function of tensor and context rank on all ranks at once, in threads; the results are in their order.
 
         Raises:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.

@@ -54,24 +54,7 @@ def sharded_attention(
     *,
     ring: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of ``module``, which holds its local shards; returns ``(..., features)`` and attention weights.
-
-    Args:
-        module: The attention.
-        ranks: The tensor ranks.
-        enter: Lets a replicated value enter the region.
-        sum_over_ranks: Sums addends of the output, in the layout of the inputs.
-        around_draw: A context around dropout.
-        query: Shapes and meaning of this and what follows are those of `nn.MultiheadAttention.forward`.
-        key: As there.
-        value: As there.
-        key_padding_mask: As there.
-        need_weights: As there.
-        attn_mask: As there.
-        average_attn_weights: As there.
-        is_causal: A hint beside ``attn_mask``, which means the same and is used.
-        ring: Ring attention from local positions, as `RingAttentionMode.attend_in_module`.
-    """
+    """The forward of ``module``, which holds its local shards; returns ``(..., features)`` and attention weights."""
     assert attn_mask is not None or not is_causal, "is_causal is a hint and needs attn_mask"
     # Before anything else, so that one tensor passed three times enters once.
     query, key, value = enter(query), enter(key), enter(value)
@@ -131,31 +114,19 @@ def _attended(
     is_causal: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention of this rank's heads, and its weights if they are needed."""
+    """The attention of this rank's heads, and its weights ``(batch, heads, queries, keys)`` if they are needed."""
     q, k, v = inputs
     if ring is not None:
         options = {"dropout_p": module.dropout * module.training, "need_weights": need_weights}
         return ring(q, k, v, [] if is_causal else masks, is_causal=is_causal, **options), None
-    weights = _attention_weights(module, q, k, masks, around_draw)
-    return weights @ v, weights if need_weights else None
-
-
-def _attention_weights(
-    module: nn.MultiheadAttention,
-    q: Tensor,
-    k: Tensor,
-    masks: list[Tensor],
-    around_draw: Callable[[], AbstractContextManager[Any]],
-) -> Tensor:
-    """Softmax of the masked scores, with dropout: ``(batch, heads, queries, keys)``."""
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
     for mask in masks:
         scores = scores + F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # zeros for keys that were appended
-    attention = torch.softmax(scores, -1)
+    weights = torch.softmax(scores, -1)
     if module.training and module.dropout > 0:
         with around_draw():
-            attention = F.dropout(attention, module.dropout)
-    return attention
+            weights = F.dropout(weights, module.dropout)
+    return weights @ v, weights if need_weights else None
 
 
 def _masks(q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, ranks: Ranks) -> list[Tensor]:

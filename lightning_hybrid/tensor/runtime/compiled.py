@@ -95,14 +95,7 @@ class CompiledLinear:
 def compiled_forwards(
     modules: Mapping[str, nn.Module], plan: UnitPlan, group: dist.ProcessGroup, inputs: CompiledRegionInputs
 ) -> dict[str, Callable[..., Tensor]]:
-    """Makes the forwards, ``(..., features)`` to ``(..., features)``, of sharded linears, by FQN inside the unit.
-
-    Args:
-        modules: All modules of the unit, by FQN.
-        plan: A plan that `why_not_compiled` allows.
-        group: The tensor ranks.
-        inputs: The values that have entered the region; cleared at the end of each call.
-    """
+    """Makes the forwards, ``(..., features)`` to ``(..., features)``, of sharded linears, by FQN inside the unit."""
     linears = {fqn: CompiledLinear(modules[fqn], plan, fqn, group, inputs) for fqn in plan.roles}
     return {fqn: getattr(linears[fqn], role) for fqn, role in plan.roles.items()}
 
@@ -114,37 +107,31 @@ def _sum(tensor: Tensor, group: Any) -> Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        """A view of the same shape."""
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The sum over ranks, of the same shape."""
         return _sum(grad, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        """The sum over ranks, of the same shape."""
         return _sum(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient, of the same shape."""
         return grad, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rank: int, size: int, group: Any) -> Tensor:
-        """``(..., features / size)`` to ``(..., features)``."""
         ctx.rank, ctx.size = rank, size
         full = collectives.wait_tensor(collectives.all_gather_tensor(tensor.contiguous(), 0, group))
         return torch.cat(full.chunk(size), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """``(..., features)`` to ``(..., features / size)``."""
         return grad.chunk(ctx.size, -1)[ctx.rank].contiguous(), None, None, None

@@ -37,12 +37,9 @@ class RegionInputs:
     """The values that have entered in the current forward; the backward sums over ranks once for each."""
 
     def __init__(self, ranks: Ranks, every: Ranks, *, gathers: bool) -> None:
-        """Takes the ranks of regions.
+        """Takes the tensor ranks, and every rank that features are sharded over; in shares of context ranks too.
 
-        Args:
-            ranks: The tensor ranks.
-            every: The tensor ranks, or tensor ranks times context ranks where the latter exchange positions.
-            gathers: Whether gathering the positions of a value lets it enter over the tensor ranks.
+        With ``gathers`` a value whose positions are gathered has entered over the tensor ranks by that.
         """
         self._ranks, self._every, self._gathers = ranks, every, gathers
         self._entered: dict[tuple[int, int], tuple[Tensor, int, Tensor, Readers]] = {}  # by id and number of ranks
@@ -65,7 +62,7 @@ class RegionInputs:
             return tensor
         cached = self._entered.get((id(tensor), ranks.size))
         if cached is not None and cached[0] is tensor and cached[1] == tensor._version:
-            cached[3].fresh &= fresh
+            cached[3].add(fresh=fresh)
             return cached[2]
         readers = Readers(fresh)
         inside = enter(tensor, ranks, readers)
@@ -96,20 +93,14 @@ class ParallelLinears:
         self,
         modules: Mapping[str, nn.Module],
         plan: UnitPlan,
-        positions: PositionsPlan | None,
+        positions: PositionsPlan,
         ranks: tuple[Ranks, Ranks, Ranks],
         inputs: RegionInputs,
         around_draw: AroundDraw,
     ) -> None:
-        """Makes the forwards.
+        """Makes the forwards; ``ranks`` are tensor ranks, context ranks, and those that features are sharded over.
 
-        Args:
-            modules: All modules of the unit, by FQN.
-            plan: The plan of the unit.
-            positions: The sequence sharding, with the features of a tensor rank as context ranks shard them.
-            ranks: The tensor ranks, the context ranks, and both together where the sequence is sharded over context.
-            inputs: The inputs of the unit's regions.
-            around_draw: A context around each draw of random numbers inside of a region.
+        ``positions`` has the features of a tensor rank as context ranks shard them.
         """
         self._modules, self._plan, self._positions = modules, plan, positions
         self._ranks, self._context, self._all = ranks
@@ -118,12 +109,11 @@ class ParallelLinears:
         self.sequence = FullSequence()
         self.ring: RingAttentionMode | None = None
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
-        if positions is not None and positions.ring_attention:
+        if positions.ring_attention:
             attentions = (fqn for fqn, module in modules.items() if isinstance(module, nn.MultiheadAttention))
             self.forwards |= {fqn: self._attention_forward(fqn) for fqn in attentions}
-        if positions is not None:
-            shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
-            self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
+        shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
+        self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
         self.forwards = {
             fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward, reason="parallel linears")
             for fqn, run in self.forwards.items()
@@ -138,6 +128,27 @@ class ParallelLinears:
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
         return partial(self._bypass_mode, partial(forward, linear, run))
 
+    @contextlib.contextmanager
+    def of_forward(self) -> Iterator[None]:
+        """Around one forward of the unit: on the full sequence, without a mode, until it says otherwise."""
+        outer, self.region_mode, self.sequence = (self.region_mode, self.sequence), None, FullSequence()
+        try:
+            yield
+        finally:
+            self.region_mode, self.sequence = outer
+
+    def work_on(self, sequence: FullSequence) -> None:
+        """Let the present forward work on a sequence."""
+        self.sequence = sequence
+
+    def enter_modes(self, undo: contextlib.ExitStack, mode: RegionMode | None, ring: RingAttentionMode | None) -> None:
+        """Enter the function modes of the present forward."""
+        self.ring = ring
+        if mode is not None:
+            self.region_mode = undo.enter_context(mode)
+        if ring is not None:
+            undo.enter_context(ring)
+
     def _attention_forward(self, fqn: str) -> Callable[..., Any]:
         module = self._modules[fqn]
         assert isinstance(module, nn.MultiheadAttention)
@@ -145,19 +156,13 @@ class ParallelLinears:
 
     def _bypass_mode(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Pauses the region mode: operations of sharded forwards need no rewriting."""
-        mode = self.region_mode
-        if mode is None:
+        with contextlib.nullcontext() if self.region_mode is None else self.region_mode.bypassed():
             return forward(*args, **kwargs)
-        mode.paused = True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            mode.paused = False
 
     def _on_full_shape(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a module whose code reads the length of the sequence."""
         args, kwargs = self._bypass_mode(self.sequence.module_inputs, fqn, args, kwargs)
-        self.sequence.is_local = False
+        self.sequence.join()
         return forward(*args, **kwargs)
 
     def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
@@ -172,17 +177,18 @@ class ParallelLinears:
         x, is_sharded = self.sequence.linear_input(linear.fqn, x)
         if isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
             # Positions are exchanged for features after the linear, which has those of the tensor rank.
-            assert self._plan.positions is not None and self._positions is not None
+            assert self._plan.positions is not None
             over, placement = self._all, self._plan.positions.features[linear.fqn]
             if is_sharded:
                 out = sequence.to_heads(self._product(run, x, True), linear.fqn)
             else:  # another sequence, replicated on every rank
                 features, context = self._positions.features[linear.fqn], self._context
                 out = shard_tensor(run(self._inputs.enter(x, over), True), features, context.rank, context.size)
-            sequence.is_local = False
+            sequence.join()
         else:
             out = self._product(run, x, is_sharded, *args, **kwargs)
-            sequence.is_local &= sequence.inner is None
+            if sequence.inner is not None:
+                sequence.join()
         assert isinstance(placement, Shard)
         column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
         return mark(out, over.size, column, linear=linear.fqn)
@@ -213,26 +219,23 @@ class ParallelLinears:
     def _attention(
         self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if self.ring is not None:
-            if self.sequence.inner is not None:
-                raise CannotShard(
-                    "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",
-                    entry="ring-attention",
-                )
-            enter, attend = partial(self._inputs.enter, ranks=self._ranks), partial(self.ring.attend_in_module, fqn)
-            summed = partial(leave, ranks=self._ranks)
-            return sharded_attention(
-                module, self._ranks, enter, summed, self._around_draw, *args, ring=attend, **kwargs
+        if (ring := self.ring) is None:
+            args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
+            self.sequence.join()
+        elif self.sequence.inner is not None:
+            raise CannotShard(
+                "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",
+                entry="ring-attention",
             )
-        args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
-        self.sequence.is_local = False
-        ranks = self._all  # the ranks of one axis where the sequence is not sharded over the other
+        # The ranks of one axis where the sequence is not sharded over the other.
+        ranks = self._all if ring is None else self._ranks
+        summed = partial(leave if ring is not None else self.sequence.summed, ranks=self._ranks)
+        attend = None if ring is None else partial(ring.attend_in_module, fqn)
         with contextlib.ExitStack() as saved:
             for tensor in tensors_in((*args, *kwargs.values())):
                 saved.enter_context(save_local_shard(tensor))
             enter = partial(self._inputs.enter, ranks=ranks)
-            summed = partial(self.sequence.summed, ranks=self._ranks)
-            return sharded_attention(module, ranks, enter, summed, self._around_draw, *args, **kwargs)
+            return sharded_attention(module, ranks, enter, summed, self._around_draw, *args, ring=attend, **kwargs)
 
 
 def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:

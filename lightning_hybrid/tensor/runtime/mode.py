@@ -15,7 +15,8 @@ linears are different ones, also on one line: queries, keys and values may have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from math import prod
@@ -29,7 +30,7 @@ from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.randomness.generators import draws
 from lightning_hybrid.step.objects.names import names
-from lightning_hybrid.tensor.collectives import OneRank, Ranks
+from lightning_hybrid.tensor.collectives import Ranks
 from lightning_hybrid.tensor.plan import Rule, Site
 from lightning_hybrid.tensor.region import BROADCAST, linear_of, mark, mark_all, sharded_over, site_of_call, tensors_in
 
@@ -39,6 +40,8 @@ _QUERIES = names("size dim numel stride is_contiguous is_floating_point __len__ 
 _VIEWS = frozenset({"view", "reshape"})
 _CHANNELS = frozenset({"batch_norm", "group_norm", "instance_norm", "prelu"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+# The position and the name of the number of groups.
+_GROUPS_AT = {"group_norm": (1, "num_groups"), **dict.fromkeys(_CONVOLUTIONS, (6, "groups"))}
 _REWRITTEN = _VIEWS | _CONVOLUTIONS | {"unflatten", "expand", "group_norm", "split", "narrow", "__getitem__"}
 _ATTENTION = "scaled_dot_product_attention"
 _BATCHED = "baddbmm"  # its addend has batch and heads in one dim
@@ -54,7 +57,6 @@ class RegionMode(TorchFunctionMode):
         sliced: Parameters and buffers that were sliced along a dim: name -> dim.
         entered: Whether a value that is no parameter entered the region at an operation.
         drew: Whether random numbers were drawn for a sharded value.
-        paused: Whether operations are not rewritten: those of sharded linears.
     """
 
     def __init__(
@@ -63,43 +65,40 @@ class RegionMode(TorchFunctionMode):
         learning: bool,
         rules: dict[Site, Rule],
         enter: Callable[[Tensor, Ranks], Tensor],
-        names: dict[int, str],
-        cut_ids: Mapping[int, int],
-        regions: Iterable[Ranks],
-        batch: int,
+        names: dict[int, str],  # of the unit's parameters and buffers, by id
+        cut_ids: Mapping[int, int],  # number of ranks of the sharded ones among them, by id
+        regions: Iterable[Ranks],  # that features are sharded over: the tensor ranks, and those times context ranks
+        batch: int,  # the first size of the unit's first input
         around_draw: Callable[[], AbstractContextManager[Any]],
-        positions: tuple[Collection[int], int] | None = None,
+        positions: tuple[Collection[int], int] | None = None,  # numbers that values in regions may have; the local one
     ) -> None:
-        """Makes the mode of one forward.
-
-        Args:
-            learning: Whether rules are made or followed.
-            rules: The rules by call.
-            enter: Lets a replicated value enter a region of some ranks, once for each value.
-            names: id -> name of the unit's parameters and buffers in this forward.
-            cut_ids: id -> number of ranks of the sharded ones among them.
-            regions: Ranks that features are sharded over: the tensor ranks, and those times context ranks.
-            batch: The first size of the unit's first input.
-            around_draw: A context around each draw for a sharded value.
-            positions: Of a sharded sequence: numbers of positions that values in regions may have, and the local one.
-        """
+        """Makes the mode of one forward; ``enter`` lets a replicated value enter a region, once for each value."""
         super().__init__()
         self._learning, self.rules = learning, rules
         self._enter, self._names, self._cut_ids, self._around_draw = enter, names, cut_ids, around_draw
         self._regions = {ranks.size: ranks for ranks in regions}
-        self._over: Ranks = OneRank()  # that the values of the current operation are sharded over
+        self._over = Ranks()  # that the values of the current operation are sharded over
         self._batch, self._positions = batch, positions
         self.inside: set[str] = set()
         self.outside: set[str] = set()
         self.sliced: dict[str, int] = {}
         self.entered = False
         self.drew = False
-        self.paused = False
+        self._paused = False
+
+    @contextlib.contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Rewrite no operations inside: those of sharded linears."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        if self.paused or name in _QUERIES:
+        if self._paused or name in _QUERIES:
             return func(*args, **kwargs)
         if name == "__get__":
             value, size = func(*args, **kwargs), self._size_of(args[0])
@@ -228,11 +227,7 @@ class RegionMode(TorchFunctionMode):
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
             sizes = self._with_all_positions(name, tensor, tuple(sizes))
             return (tensor, self._expand(tensor, list(sizes))), kwargs
-        if name == "group_norm":
-            self._must_divide(name, args[1])
-            self.rules[self._site(name)] = ("groups",)
-            return (tensor, args[1] // self._over.size, *args[2:]), kwargs
-        if name in _CONVOLUTIONS:
+        if name in _GROUPS_AT:
             return self._with_local_groups(name, args, kwargs)
         return self._with_local_offsets(name, args, kwargs)
 
@@ -291,20 +286,18 @@ class RegionMode(TorchFunctionMode):
         return sizes
 
     def _with_local_groups(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
-        if groups == 1:
+        place, key = _GROUPS_AT[name]
+        groups = args[place] if len(args) > place else kwargs.get(key, 1)
+        if groups == 1 and name in _CONVOLUTIONS:
             return args, kwargs
-        self._must_divide(name, groups)
-        self.rules[self._site(name)] = ("groups",)
-        if len(args) > 6:
-            return (*args[:6], groups // self._over.size, *args[7:]), kwargs
-        return args, {**kwargs, "groups": groups // self._over.size}
-
-    def _must_divide(self, name: str, groups: int) -> None:
         if groups % self._over.size:
             raise CannotShard(
                 f"{name} has {groups} groups, which {self._over.size} ranks cannot share", entry="unproved-code"
             )
+        self.rules[self._site(name)] = ("groups",)
+        if len(args) > place:
+            return (*args[:place], groups // self._over.size, *args[place + 1 :]), kwargs
+        return args, {**kwargs, key: groups // self._over.size}
 
     def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         tensor = args[0]
@@ -377,14 +370,7 @@ def local_sections(placement: Shard, sections: int | list[int] | tuple[int, ...]
 
 
 def local_index(index: Any, num_dims: int, placement: Shard, feature_dim: int) -> Any | None:
-    """Converts an index that slices the full features to one that slices the local features; None if it slices none.
-
-    Args:
-        index: The index in the brackets.
-        num_dims: Number of dims of the indexed value.
-        placement: How its features are sharded.
-        feature_dim: Their dim, counted from the end.
-    """
+    """Converts an index that slices full features, in a dim from the end, to local ones; None if it slices none."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, Tensor) or item is None for item in items):
         return None
@@ -405,17 +391,10 @@ def local_index(index: Any, num_dims: int, placement: Shard, feature_dim: int) -
 def find_positions(
     old: tuple[int, ...], sizes: tuple[int, ...], lengths: Collection[int], local: int, *, same_dims: bool
 ) -> tuple[int, int] | None:
-    """Finds the index in ``sizes`` that means positions, and the dim of the value that has all positions.
+    """Finds the index in the requested sizes that means positions, and the dim of the old shape that has all of them.
 
-    Args:
-        old: The shape of the value.
-        sizes: The sizes that the code requests.
-        lengths: The numbers of positions that values in regions may have.
-        local: The number of positions in this rank's shard, from which the code computes sizes.
-        same_dims: Whether dims stay what they are, counted from the end (``expand``); else they are split and joined.
-
-    Returns:
-        Index in ``sizes`` and dim of the value; None if no size means positions.
+    Code computes sizes from the ``local`` number of positions; values in regions have one of ``lengths``. Dims stay
+    what they are, counted from the end (``expand``), or else they are split and joined.
     """
     found = []
     for index, size in enumerate(sizes):

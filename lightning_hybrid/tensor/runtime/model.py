@@ -35,6 +35,7 @@ from lightning_hybrid.tensor.collectives import GroupRanks, Ranks, paired
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.region import AroundDraw
 from lightning_hybrid.tensor.runtime.compiled import CompiledRegionInputs, compiled_forwards
+from lightning_hybrid.tensor.runtime.proved import ProvedCalls
 from lightning_hybrid.tensor.runtime.unit import ShardedUnit
 from lightning_hybrid.text import spanned
 
@@ -57,19 +58,13 @@ class ShardedModel:
         plans: Mapping[str, UnitPlan],
         group: dist.ProcessGroup,
         context: dist.ProcessGroup,
-        context_places: Mapping[str, int] | None = None,
-        lines_of_branch: Callable[..., frozenset[int]] = lambda unit, args, kwargs, plan: frozenset(),
+        context_places: Mapping[str, int],
+        lines_of_branch: Callable[..., frozenset[int]],
     ) -> None:
         """Reads placements from the plans, before parameters are sharded.
 
-        Args:
-            root: The user's module, with full parameters.
-            plans: The plans by FQN of the unit.
-            group: The tensor ranks.
-            context: The context ranks.
-            context_places: The coordinates of this rank among them, by the axes that they consist of.
-            lines_of_branch: Proves a plan of a unit with the arguments of one call; returns the lines that have called
-                torch in that proof, none if it fails.
+        ``group`` are the tensor ranks. ``lines_of_branch`` proves a plan of a unit with the arguments of one call; it
+        returns the lines that have called torch in that proof, none if it fails.
         """
         self.plans = dict(plans)
         self._root = root
@@ -78,38 +73,38 @@ class ShardedModel:
         self._buffers: dict[str, ShardedBuffers] = {}
         self._reads: FullParameterReads | None = None
         self._warn: Callable[[str], None] = warnings.warn
+        self._proved: dict[str, ProvedCalls] = {}  # of units that run code of the user
         self._lines_of_branch = lines_of_branch
+        self._branches: list[tuple[Any, frozenset[int]]] = []  # the proofs that were made in the run, and their lines
         # What the last calls did that their units' plans were not proved for, by FQN; "" once the user is warned.
         self._unproved: dict[str, str] = {}
         self._compiled: dict[ShardedUnit, Any] = {}  # the compiled forwards of units
-        self._expert_parameters: frozenset[str] = frozenset()  # that are sharded over context ranks
-        self._expert_users: dict[str, ShardedUnit] = {}  # units that use them, on sequence shards if there are any
-        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        self._over_context: frozenset[str] = frozenset()  # parameters (of experts) that context ranks shard
+        self._users_over_context: dict[str, ShardedUnit] = {}  # units that use them, on sequence shards
+        self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         placements: dict[str, Shard] = {}
         for fqn, plan in plans.items():
             for name, parameter in root.get_submodule(fqn).named_parameters(remove_duplicate=False):
                 placement = plan.placements.get(name)
                 if isinstance(placement, Shard):
-                    placements[names[id(parameter)]] = placement
+                    placements[self._names[id(parameter)]] = placement
         axes = [
             AxisSharding(group, placements, "tp"),
-            AxisSharding(context, {}, axis="cp", places=context_places or {}),
+            AxisSharding(context, {}, axis="cp", places=context_places),
         ]
         self.shardings = [axis for axis in axes if axis.group.size() > 1]
 
     def be_ready(
         self,
         around: Callable[[int], AroundDraw],
-        warn: Callable[[str], None] = warnings.warn,
-        isolated: Callable[[], AbstractContextManager[Any]] | None = None,
+        warn: Callable[[str], None],
+        isolated: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Prepares the units to run, once each parameter holds this rank's shard.
 
-        Args:
-            around: Makes a context around draws, which differ by its number: for regions the number of this rank
-                among tensor ranks times context ranks, for positions a number of the context rank alone.
-            warn: Warns the user.
-            isolated: A context around trial forwards, which restores random states; made by torch if None.
+        ``around`` makes a context around draws that differ by its number: for regions that of this rank among tensor
+        ranks times context ranks, for positions one of the context rank alone. ``isolated`` makes one around
+        trials.
         """
         self._warn = warn
         # One object of each, so that units recognise that sequences are sharded over the same ranks.
@@ -119,14 +114,13 @@ class ShardedModel:
         if both.size not in (ranks.size, context.size):
             around_local = around(both.size + context.rank)
         keeps_sharded = not compiled_modules(self._root)  # a compiler does not support the lazy full tensors
-        kinds, branches = UnitKinds(), Branches(self._lines_of_branch)
+        kinds = UnitKinds()
         for fqn, proved in self.plans.items():
             unit = self._root.get_submodule(fqn)
-            plan = self._with_experts(fqn, unit, proved)
-            is_sharded = plan.num_sharded or plan.positions is not None
-            if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
+            plan = self._without_exchange(fqn, unit, proved)
+            if plan.is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
                 self._buffers[fqn] = ShardedBuffers(unit, plan.placements, ranks)
-                self._runners[fqn] = ShardedUnit(
+                runner = self._runners[fqn] = ShardedUnit(
                     unit,
                     plan,
                     ranks,
@@ -134,14 +128,15 @@ class ShardedModel:
                     tensors=self._buffers[fqn].local,
                     around_draw=around_draw,
                     around_local_draw=around_local,
+                    fqn=fqn,
+                    keeps_sharded=keeps_sharded,
                 )
-                self._runners[fqn].fqn, self._runners[fqn].keeps_sharded = fqn, keeps_sharded
-                if (calls := self._runners[fqn].proved) is not None:
-                    calls.isolated = isolated or calls.isolated
-                    calls.prove = partial(branches.lines, kinds.kind_of(fqn, unit), unit, plan)
+                if plan.calls and not all(type(module).__module__.startswith("torch.") for module in unit.modules()):
+                    prove = partial(self._prove_branch, kinds.kind_of(fqn, unit), unit, plan)
+                    self._proved[fqn] = ProvedCalls(unit, plan.calls, runner, prove, isolated)
                 if proved.positions is not None and plan.positions is not None:
                     summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
-                    self._expert_users.update(dict.fromkeys(summed & self._expert_parameters, self._runners[fqn]))
+                    self._users_over_context.update(dict.fromkeys(summed & self._over_context, runner))
 
     def why_not_sharded_elsewhere(self, name: str) -> str:
         """The reason why another technique cannot shard a parameter (FQN in the root) over tensor ranks; or ""."""
@@ -163,34 +158,29 @@ class ShardedModel:
             }
             self.plans[fqn] = replace(plan, replicated_reasons=replicated_reasons)
 
-    def set_sharded_experts(self, names: Collection[str]) -> None:
+    def set_sharded_over_context(self, names: Collection[str]) -> None:
         """Sets parameters of experts (FQNs in the root) that are sharded over context ranks; called before `be_ready`.
 
         Their gradients are summed elsewhere.
         """
-        self._expert_parameters = frozenset(names)
+        self._over_context = frozenset(names)
 
-    def _with_experts(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-        if plan.positions is None or plan.positions.by == "tensor" or not self._expert_parameters:
+    def _without_exchange(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
+        if plan.positions is None or plan.by == "tensor" or not self._over_context:
             return plan
-        if all(f"{fqn}.{name}" in self._expert_parameters for name, _ in unit.named_parameters()):
+        if all(f"{fqn}.{name}" in self._over_context for name, _ in unit.named_parameters()):
             # A unit that is an expert: its rows come from all context ranks, so it cannot exchange with them.
             return plan.full_sequence_plan or replace(plan, positions=None)
-        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._expert_parameters)
+        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._over_context)
         return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
 
     def sees_local_positions(self, name: str) -> bool:
         """Whether the unit that uses a parameter (FQN in the root) works on this context rank's positions alone now."""
-        runner = self._expert_users.get(name)
+        runner = self._users_over_context.get(name)
         return runner is not None and runner.has_local_positions
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
-        """Sets the compiled forward of a unit that this rank holds and that `why_not_compiled` allows.
-
-        Args:
-            fqn: FQN of the unit.
-            run: ``run(unit, entered, args, kwargs)``: the user's forward, compiled.
-        """
+        """Sets ``run(unit, entered, args, kwargs)``, the compiled forward of a unit that `why_not_compiled` allows."""
         runner = self._runners.get(fqn)
         if runner is None:
             return
@@ -202,36 +192,31 @@ class ShardedModel:
     def compiling(self) -> Iterator[None]:
         """A context in which units that `compile` was called for run compiled."""
         for runner, compiled in self._compiled.items():
-            runner.compiled = compiled
+            runner.compile_with(compiled)
         try:
             yield
         finally:
             for runner in self._compiled:
-                runner.compiled = None
+                runner.compile_with(None)
 
     def outside_reads(self) -> AbstractContextManager[Any]:
         """A context around the user's step, in which code outside of units may use vocabulary-parallel weights."""
-        if not any(plan.outside for plan in self.plans.values()):
-            return contextlib.nullcontext()
-        parameters = dict(self._root.named_parameters())
-        names = {id(parameter): name for name, parameter in parameters.items()}
         found = {}
         for fqn, plan in self.plans.items():
             unit = self._root.get_submodule(fqn)
             for inner in plan.outside:
                 parameter = unit.get_parameter(inner)
                 if FULL_SHAPE in parameter.__dict__:
-                    found[id(parameter)] = self.shardings[0].placements[names[id(parameter)]]
+                    found[id(parameter)] = self.shardings[0].placements[self._names[id(parameter)]]
         return WeightsOutsideUnits(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def vocabularies(self) -> dict[str, Vocabulary]:
         """The row ranges of the weights of output heads, and their biases, that are sharded; by FQN in the root."""
-        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         ranks, found = GroupRanks(self._group), dict[str, Vocabulary]()
         for fqn, plan in self.plans.items():
             unit = self._root.get_submodule(fqn)
             for inner in () if plan.watched else (name for name, dim in plan.vocabulary.items() if dim == 0):
-                name = names[id(unit.get_parameter(inner))]
+                name = self._names[id(unit.get_parameter(inner))]
                 found[name] = Vocabulary(self.shardings[0].placements[name].length, ranks)
         return found
 
@@ -262,13 +247,23 @@ class ShardedModel:
         self, fqn: str, sharded: Callable[..., Any], full: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """A unit's forward; calls that its plan was not proved for run full on each rank, as code outside of units."""
-        proved = self._runners[fqn].proved
-        where = "" if proved is None else proved.first_deviation(sharded, full, args, kwargs)
+        where = self._proved[fqn].first_deviation(sharded, full, args, kwargs) if fqn in self._proved else ""
         if not where:
             return sharded(*args, **kwargs)
         self._unproved.setdefault(fqn, where)
         args, kwargs = materialize_call(args, kwargs)
         return full(*args, **kwargs)
+
+    def _prove_branch(
+        self, kind: int, unit: nn.Module, plan: UnitPlan, new: frozenset[int], args: Any, kwargs: Any
+    ) -> frozenset[int]:
+        """The lines of the proof for a call, which is made if no unit of the kind has run these new lines before."""
+        key = kind, new, replace(plan, num_trials=0, seconds=0.0)
+        known = next((lines for other, lines in self._branches if other == key), None)
+        if known is None:
+            known = self._lines_of_branch(unit, args, kwargs, key[2])
+            self._branches.append((key, known))
+        return known
 
     def _warn_of_unproved(self) -> None:
         """Warns once of each unit that ran full in the step, in one warning for the units that do so for one reason."""
@@ -286,49 +281,8 @@ class ShardedModel:
 
     def forget(self) -> None:
         """Drops the units: parameters are full again."""
-        self._runners, self._buffers, self._compiled, self._expert_users = {}, {}, {}, {}
+        self._runners, self._proved, self._buffers, self._compiled, self._users_over_context = {}, {}, {}, {}, {}
         self._reads = None
-
-
-class Branches:
-    """The proofs that were made in a run: which lines each of them covers."""
-
-    def __init__(self, lines_of_branch: Callable[..., frozenset[int]]) -> None:
-        """Begins without proofs.
-
-        Args:
-            lines_of_branch: Proves a plan of a unit with the arguments of one call; returns the lines that have called
-                torch in that proof, none if it fails.
-        """
-        self._lines_of_branch = lines_of_branch
-        self._proofs: list[tuple[int, UnitPlan, frozenset[int], frozenset[int]]] = []
-
-    def lines(
-        self,
-        kind: int,
-        unit: nn.Module,
-        plan: UnitPlan,
-        new: frozenset[int],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> frozenset[int]:
-        """The lines of the proof for a call, which is made if no unit of the kind has run these lines before.
-
-        Args:
-            kind: The same for units of equal structure.
-            unit: The unit.
-            plan: Its plan.
-            new: Lines of the call for which the plan is not proved.
-            args: Arguments of the call.
-            kwargs: Its keyword arguments.
-        """
-        plan = replace(plan, num_trials=0, seconds=0.0)
-        for other_kind, other_plan, tried, lines in self._proofs:
-            if (other_kind, tried) == (kind, new) and other_plan == plan:
-                return lines
-        lines = self._lines_of_branch(unit, args, kwargs, plan)
-        self._proofs.append((kind, plan, new, lines))
-        return lines
 
 
 # Buffers of a sharded unit: each tensor rank updates its shard, and all of them have the full buffers after a forward.
@@ -339,13 +293,7 @@ class ShardedBuffers:
     """The buffers of one unit that its plan shards over tensor ranks."""
 
     def __init__(self, unit: nn.Module, placements: Mapping[str, Placement], ranks: Ranks) -> None:
-        """Selects the buffers.
-
-        Args:
-            unit: The user's module, with full buffers.
-            placements: Placements of its parameters and buffers, by FQN inside the unit.
-            ranks: The tensor ranks.
-        """
+        """Selects the buffers of a unit that holds them in full."""
         self._unit, self._ranks = unit, ranks
         found = {name: placements.get(name) for name, _ in unit.named_buffers()}
         self._placements = {name: placement for name, placement in found.items() if isinstance(placement, Shard)}

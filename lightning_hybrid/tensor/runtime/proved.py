@@ -12,7 +12,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -40,12 +39,8 @@ from lightning_hybrid.step.objects.pytree import flatten, flatten_call
 from lightning_hybrid.step.recording.guards import plain_state
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.asides import taking_asides
-from lightning_hybrid.step.tracing.lines import (
-    TorchCall,
-    TorchCallSites,
-    is_user_frame,
-    user_call_sites,
-)
+from lightning_hybrid.step.tracing.lines import TorchCall, TorchCallSites, is_user_frame, user_call_sites
+from lightning_hybrid.tensor.runtime.unit import ShardedUnit
 
 _VALUE_READS = READS - {"__repr__", "__str__"}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
@@ -59,11 +54,7 @@ Prove = Callable[[frozenset[int], tuple[Any, ...], dict[str, Any]], frozenset[in
 
 
 def value_read_in(calls: Iterable[TorchCall]) -> str:
-    """The first line at which user code reads values of tensors, on which it may branch; "" if there is none.
-
-    Args:
-        calls: The calls that a ``TorchCallSites`` has recorded.
-    """
+    """The first line at which user code reads values of tensors, on which it may branch; "" if there is none."""
     for function, frames in calls:
         if (name := getattr(function, "__name__", "")) not in _VALUE_READS:
             continue
@@ -90,56 +81,33 @@ def _ends_step(error: Exception) -> bool:
 
 
 class _Trial(NamedTuple):
-    """The outcome of one forward on trial.
+    """The outcome of one forward on trial."""
 
-    Attributes:
-        results: The leaves of its result.
-        kept: The shapes of tensors and the other plain values that modules hold after it, by path.
-        written: The tensors among them that it made or wrote.
-        drew: Whether random numbers were drawn.
-    """
-
-    results: list[Any]
-    kept: dict[AttributePath, Any]
-    written: dict[AttributePath, Tensor]
-    drew: bool
+    results: list[Any]  # the leaves of its result
+    kept: dict[AttributePath, Any]  # shapes of tensors and other plain values of modules after it, by path
+    written: dict[AttributePath, Tensor]  # the tensors among them that it made or wrote
+    drew: bool  # whether random numbers were drawn
 
 
 class ProvedCalls:
-    """The checks of the forwards of one unit, one for each combination of arguments, attributes and modules.
-
-    Attributes:
-        isolated: A context around trials that keeps their random draws from advancing the run's random state.
-        prove: Proves the plan for a call of other lines, as for the constructor.
-    """
+    """The checks of the forwards of one unit, one for each combination of arguments, attributes and modules."""
 
     def __init__(
         self,
         unit: nn.Module,
         calls: frozenset[int],
-        *,
-        note: Callable[[TorchCallSites | None], None],
-        agree: Callable[[bool], bool],
-        meet: Callable[[Exception | None], None] = lambda error: None,
-        prove: Prove = lambda lines, args, kwargs: frozenset(),
+        runner: ShardedUnit,
+        prove: Prove,
+        isolated: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Begins without results.
+        """Begins without results; ``calls`` are the lines that called torch in trials.
 
-        Args:
-            unit: The user's module.
-            calls: The lines that called torch in trials, as from ``user_call_sites``.
-            note: Sets the path on which the next sharded forwards record their calls; None ends that.
-            agree: Whether any rank that holds a shard of the unit votes so; collective over these ranks.
-            meet: Called before each ``agree`` with an error of this rank, if there was one: raises it where the other
-                ranks do not come, since they wait for this one in a collective of the forward.
-            prove: Proves the unit's plan with the arguments of a call that has run other lines than ``calls``; returns
-                the lines that called torch in that proof, none if it fails. Not collective.
+        ``prove`` proves the plan for a call of other lines; it returns the lines of that proof, none if it fails.
+        Trials run in ``isolated`` contexts, which keep their random draws from advancing the run's random state.
         """
-        self._unit, self._calls, self._set_path, self._agree, self._meet = unit, calls, note, agree, meet
-        self.prove = prove
+        self._unit, self._calls, self._runner, self._prove, self._isolated = unit, calls, runner, prove, isolated
         self._checked: BoundedLRUDict[Hashable, str] = BoundedLRUDict(_MOST_KEYS)
         self._num_compared = 0
-        self.isolated: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
 
     def first_deviation(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Where a forward does something that was not proved, in words; "" if it does not."""
@@ -167,7 +135,7 @@ class ProvedCalls:
     def _check(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         path, failure, found = TorchCallSites(), "", None
         errors: list[Exception] = []
-        self._set_path(path)
+        self._runner.set_path(path)
         try:
             found = self._trial(sharded, args, kwargs)
         except Exception as error:  # an error of the user's code is raised again when it runs full
@@ -176,32 +144,32 @@ class ProvedCalls:
             failure = f"{type(error).__name__}: {error}"
             errors.append(error)
         finally:
-            self._set_path(None)
+            self._runner.set_path(None)
         where = value_read_in(path.calls) or failure
         self._meet_with(errors)
-        if self._agree(bool(where)):
+        if self._runner.any_rank(bool(where)):
             return where or "a line that only another rank has reached"
         assert found is not None
         where = self._unproved_line(path, args, kwargs)
-        if self._agree(bool(where)):  # no rank runs code of the user before this vote
+        if self._runner.any_rank(bool(where)):  # no rank runs code of the user before this vote
             return where or "a line that only another rank has reached"
         if self._num_compared >= _MOST_COMPARED:
             return ""
         self._num_compared += 1
         where = self._difference(found, sharded, full, args, kwargs, errors)
         self._meet_with(errors)
-        return where or "its results" if self._agree(bool(where)) else ""
+        return where or "its results" if self._runner.any_rank(bool(where)) else ""
 
     def _unproved_line(self, path: TorchCallSites, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The first line that has called torch for which the plan is not proved; "" if there is none."""
         lines = user_call_sites(path.calls) | dims_of_several(flatten((args, kwargs))[0])
         if lines.keys() - self._calls:
-            self._calls |= self.prove(frozenset(lines) - self._calls, args, kwargs)
+            self._calls |= self._prove(frozenset(lines) - self._calls, args, kwargs)
         return next((line for call, line in lines.items() if call not in self._calls), "")
 
     def _meet_with(self, errors: list[Exception]) -> None:
         """Go on with the other ranks; ``errors`` of this rank are dropped, whose frames refer to tensors."""
-        self._meet(errors.pop() if errors else None)
+        self._runner.meet(errors.pop() if errors else None)
 
     def _difference(
         self,
@@ -256,7 +224,7 @@ class ProvedCalls:
         on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not checked
         try:
             # The user's saved-tensor hooks do not run. Detached: a node that holds its own result is never freed.
-            with self.isolated(), saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
+            with self._isolated(), saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
                 drawn = torch.get_rng_state()
                 args, kwargs = copied((args, kwargs), _copy_of, modules=False)
                 with taking_asides() as asides:  # they are compared, and do not reach the step
@@ -274,11 +242,7 @@ class ProvedCalls:
     def _state_after(
         self, before: Mapping[int, TensorSnapshot]
     ) -> tuple[dict[AttributePath, Any], dict[AttributePath, Tensor]]:
-        """The shapes of tensors and the plain values in attributes, and the tensors that a forward made or wrote.
-
-        Args:
-            before: Snapshots of the tensors that attributes held before it, by id.
-        """
+        """The shapes of tensors and the plain values in attributes, and the tensors that a forward made or wrote."""
         kept: dict[AttributePath, Any] = {}
         written: dict[AttributePath, Tensor] = {}
         for path, leaf in reachable_leaves(self._unit):

@@ -40,7 +40,7 @@ from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatte
 from lightning_hybrid.step.standins.tensors import full_shape, materialize_call
 from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.tensor.collectives import (
-    ExchangingRanks,
+    ONE_RANK,
     GroupRanks,
     Ranks,
     as_ranks,
@@ -49,11 +49,10 @@ from lightning_hybrid.tensor.collectives import (
     paired,
     sum_gradients,
 )
-from lightning_hybrid.tensor.plan import UnitPlan, local_positions
+from lightning_hybrid.tensor.plan import FULL_POSITIONS, UnitPlan, local_positions
 from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankDraws, sharded_over
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
 from lightning_hybrid.tensor.runtime.mode import RegionMode
-from lightning_hybrid.tensor.runtime.proved import ProvedCalls
 
 Tensors = Mapping[str, Tensor]
 Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them
@@ -62,7 +61,7 @@ Modules = Mapping[str, nn.Module]
 
 def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
     for planned, found, kind in ((plan.size, ranks.size, "tensor"), (plan.context, context.size, "context")):
-        if planned != found and (kind == "tensor" or plan.positions is not None):
+        if planned != found and (kind == "tensor" or plan.by):
             raise ValueError(f"the plan is for {planned} {kind} ranks but the group has {found}; plan the unit again")
 
 
@@ -82,7 +81,6 @@ class ShardedUnit:
         num_sharded_sequences: Number of forwards in which the sequence was sharded.
         vocabularies: The row ranges of parameters that are sharded along their vocabulary, by FQN.
         num_gathers: How often such parameters, and values computed from them, were gathered in forwards.
-        proved: The checks of its forwards; None where no user code runs in them.
         compiled: If set, runs the user's forward compiled where no mode is needed, with forwards for its linears.
     """
 
@@ -90,41 +88,33 @@ class ShardedUnit:
         self,
         unit: nn.Module,
         plan: UnitPlan,
-        ranks: dist.ProcessGroup | ExchangingRanks,
+        ranks: dist.ProcessGroup | Ranks,
         *,
-        context: dist.ProcessGroup | ExchangingRanks | None = None,
+        context: dist.ProcessGroup | Ranks = ONE_RANK,
         tensors: Callable[[], Tensors] | None = None,
         around_draw: AroundDraw | None = None,
         around_local_draw: AroundDraw | None = None,
+        fqn: str = "",
+        keeps_sharded: bool = False,
     ) -> None:
-        """Binds a unit to its plan.
+        """Binds a unit to its plan, and to the ranks.
 
-        Args:
-            unit: The user's module.
-            plan: Its plan, from `plan_unit`.
-            ranks: The tensor ranks.
-            context: The context ranks, if there are several.
-            tensors: Called before each forward for the local shards of this rank, by FQN inside the unit; tensors that
-                are missing, and by default all, are those that the unit holds at that time.
-            around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the
-                draws of the ranks differ. By default each rank has a separate generator state for these.
-            around_local_draw: The same around draws for a rank's local positions.
+        Before each forward ``tensors`` returns the local shards of this rank; those that are missing, and by default
+        all, are what the unit holds at that time. Contexts are entered around draws in regions (by default each rank
+        has a generator state for these), and around draws for a rank's local positions.
         """
         self._ranks, self._context = as_ranks(ranks), as_ranks(context)
         _check_sizes(plan, self._ranks, self._context)
         self._positions = local_positions(plan)
-        by = self._positions and self._positions.by
+        by = plan.by
         self._all = paired(self._ranks, self._context) if by in ("context", "both") else self._ranks
-        self.fqn = ""
-        self.learning = self.keeps_sharded = False
+        self.fqn, self.keeps_sharded = fqn, keeps_sharded
+        self.learning = False
         self.last_region_mode: RegionMode | None = None
         self.last_sequence: ShardedSequence | None = None
         self.num_gathers = self.num_sharded_sequences = 0
-        self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
+        self._compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
-        self.proved: ProvedCalls | None = None
-        if plan.calls and not all(type(module).__module__.startswith("torch.") for module in unit.modules()):
-            self.proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=self._on_any_rank, meet=self._meet)
         self._path: TorchCallSites | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
@@ -149,7 +139,7 @@ class ShardedUnit:
     def _bind_draws(self, around_draw: AroundDraw | None, local: AroundDraw | None) -> None:
         device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
         self._around_draw = self._around_local_draw = around_draw or RankDraws(self._all.rank, device)
-        if self._positions is not None and self._positions.by == "context":  # tensor ranks have the same positions
+        if self._plan.by == "context":  # tensor ranks have the same positions
             if local is None and self._ranks.size > 1:
                 local = RankDraws(self._all.size + self._context.rank, device)
             self._around_local_draw = local or self._around_draw
@@ -160,7 +150,8 @@ class ShardedUnit:
         """A context in which the unit's forward runs sharded."""
         return replaced(self._unit, "forward", self.run_sharded, reason="runs a sharded unit")
 
-    def _on_any_rank(self, vote: bool) -> bool:
+    def any_rank(self, vote: bool) -> bool:
+        """Whether any rank that holds a shard of the unit votes so; collective over these ranks."""
         device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
         votes = torch.full((1,), float(vote), device=device)
         for ranks in (self._ranks, self._context):
@@ -168,17 +159,26 @@ class ShardedUnit:
                 ranks.all_reduce(votes)
         return bool(votes)
 
-    def _meet(self, error: Exception | None) -> None:
+    def meet(self, error: Exception | None) -> None:
         """Arrive where the ranks vote; raise the error of this rank if the others wait for it elsewhere."""
         groups = [ranks.group for ranks in (self._ranks, self._context) if isinstance(ranks, GroupRanks)]
         arrivals = [(group, arrive(group)) for group in groups if group.size() > 1]
         if error is not None and not all(all_arrive(*arrival, _SECONDS_FOR_OTHERS) for arrival in arrivals):
             raise error
 
-    def _set_path(self, path: TorchCallSites | None) -> None:
+    def set_path(self, path: TorchCallSites | None) -> None:
+        """Sets the path on which the next forwards record their calls of torch; None ends that."""
         self._path = path
         if self._fallback_unit is not None:
             self._fallback_unit._path = path
+
+    def compile_with(self, compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None) -> None:
+        """Run these compiled forwards, of the unit and of its linears, from the next forward on; None ends that."""
+        self._compiled = compiled
+
+    def learn(self, learning: bool) -> None:
+        """Let the region mode make rules instead of following them, in trials."""
+        self.learning = learning
 
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, sharded, with the unit's arguments and results.
@@ -186,21 +186,17 @@ class ShardedUnit:
         Raises:
             CannotShard: It does what its plan was not proved for.
         """
-        linears = self._linears
-        outer, linears.region_mode, linears.sequence = (linears.region_mode, linears.sequence), None, FullSequence()
         try:
-            with self._region_inputs.of_forward():
+            with self._linears.of_forward(), self._region_inputs.of_forward():
                 return self._run_sharded(args, kwargs)
         except CannotShard as error:
             if not self.fqn:
                 raise
             raise CannotShard(f"{self.fqn}: {error}; {self._remedy()}", entry="unproved-code") from error
-        finally:
-            linears.region_mode, linears.sequence = outer
 
     def _remedy(self) -> str:
         """What the user can do about code that the plan was not proved for."""
-        by = None if self._positions is None else self._positions.by
+        by = self._plan.by
         changes = ["context_parallel_size=1"] if by in ("context", "both") else []
         if self._ranks.size > 1:
             changes.insert(0, f"tensor_parallel_plan={{{self.fqn!r}: 'replicated'}}")
@@ -209,13 +205,13 @@ class ShardedUnit:
 
     def _run_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         linears, sequence = self._linears, FullSequence()
-        if (positions := self._positions) is not None:
+        if self._plan.by:
             sequence = ShardedSequence.of_call(
-                positions, self._ranks, self._context, args, kwargs, learning=self.learning
+                self._positions, self._ranks, self._context, args, kwargs, learning=self.learning
             )
-            if not sequence.is_sharded and positions.by != "tensor":
+            if not sequence.is_sharded and self._plan.by != "tensor":
                 return self._fallback(*args, **kwargs)
-            linears.sequence = sequence
+            linears.work_on(sequence)
             self.num_sharded_sequences += sequence.is_sharded
             self.last_sequence = sequence if self.learning and isinstance(sequence, ShardedSequence) else None
         args, kwargs = sequence.begin(args, kwargs)
@@ -223,14 +219,15 @@ class ShardedUnit:
             names, cut_ids = self._put_tensors(undo)
             is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
             rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
-            compiled = None if is_watched or sequence.is_sharded or self._path is not None else self.compiled
+            compiled = None if is_watched or sequence.is_sharded or self._path is not None else self._compiled
             forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
             for fqn in self._plan.roles:
                 _check_forward(fqn, self._modules[fqn])
             put_attributes(self._modules, self._plan.attributes, undo)
             put_forwards(self._modules, forwards, undo)
+            mode = None
             if is_watched:
-                linears.region_mode = self.last_region_mode = RegionMode(
+                mode = self.last_region_mode = RegionMode(
                     learning=self.learning,
                     rules=rules,
                     enter=self._region_inputs.enter,
@@ -241,10 +238,7 @@ class ShardedUnit:
                     around_draw=self._around_draw,
                     positions=sequence.lengths,
                 )
-                undo.enter_context(linears.region_mode)
-            linears.ring = RingAttentionMode.of(sequence, rules, learning=self.learning)
-            if linears.ring is not None:
-                undo.enter_context(linears.ring)
+            linears.enter_modes(undo, mode, RingAttentionMode.of(sequence, rules, learning=self.learning))
             if sequence.is_sharded and self._unit.training:
                 undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
             with self._path or contextlib.nullcontext():
@@ -275,7 +269,7 @@ class ShardedUnit:
         """Replaces parameters and buffers by local ones; returns names, and numbers of ranks of shards, by id."""
         provided = {} if self._tensors is None else self._tensors()
         plan = self._plan
-        positions = self._positions if self._linears.sequence.is_sharded else None
+        positions = self._positions if self._linears.sequence.is_sharded else FULL_POSITIONS
         local = {}
         for fqn, ((members, name), *_) in self._slots.items():
             tensor = provided.get(fqn, members[name])
@@ -286,15 +280,15 @@ class ShardedUnit:
         if torch.is_grad_enabled():
             inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
             pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
-            over_tensor = [] if positions is None else [(fqn, None) for fqn in positions.summed_over_tensor]
-            over_context = [] if positions is None else [(fqn, None) for fqn in positions.summed_over_context]
-            if positions is None or self._all is self._ranks:
+            over_tensor = [(fqn, None) for fqn in positions.summed_over_tensor]
+            over_context = [(fqn, None) for fqn in positions.summed_over_context]
+            if not positions.by or self._all is self._ranks:
                 self._sum_gradients(local, [*inside, *pieces, *over_tensor], self._ranks)
             else:  # context ranks have other features in a region, or other positions
                 self._sum_gradients(local, inside, self._all)
                 self._sum_gradients(local, [*pieces, *over_tensor], self._ranks)
             self._sum_gradients(local, over_context, self._context)
-        over_both = {} if positions is None else positions.parameter_shards
+        over_both = positions.parameter_shards
         for fqn, placement in over_both.items():
             local[fqn] = shard_tensor(local[fqn], placement, self._context.rank, self._context.size)
             self._region_inputs.remember(local[fqn])
@@ -335,6 +329,24 @@ class ShardedUnit:
         )
 
 
+def unit_on_trial(unit: nn.Module, plan: UnitPlan, ranks: Ranks, context: Ranks, local: Tensors) -> ShardedUnit:
+    """A unit with these local shards of its parameters and buffers, of any shape, in which nothing is drawn."""
+    # Threads that access torch's generator can deadlock: its lock's owner waits for the interpreter's lock if garbage
+    # is collected at that moment.
+    none = contextlib.nullcontext
+    return ShardedUnit(
+        unit, plan, ranks, context=context, tensors=lambda: local, around_draw=none, around_local_draw=none
+    )
+
+
+def shards_of(unit: nn.Module, plan: UnitPlan, rank: int) -> dict[str, Tensor]:
+    """A tensor rank's shards, of any shape, of the parameters and buffers of a unit, by FQN."""
+    return {
+        fqn: shard_tensor(tensor.detach(), plan.placements[fqn], rank, plan.size).requires_grad_(tensor.requires_grad)
+        for fqn, tensor in (*unit.named_parameters(), *unit.named_buffers())
+    }
+
+
 def _check_forward(fqn: str, module: nn.Module) -> None:
     """Refuses a forward that the user has set on a module after its class's forward was recognised as a product."""
     forward = module.__dict__.get("forward")
@@ -367,12 +379,7 @@ def _local_substitute(
 
 
 def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
-    """Finds the slots of each parameter and buffer: one, or several where modules share it.
-
-    Args:
-        modules: All modules of the unit, by FQN.
-        fqns: The names of parameters and buffers.
-    """
+    """Finds the slots of each parameter and buffer: one, or several where modules share it."""
     by_tensor: dict[int, list[Slot]] = {}
     members: Any
     for module in modules.values():

@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -30,7 +30,7 @@ from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.step.objects.names import TENSOR
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, full_shape
-from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.proof.narrow import narrow_layer
 from lightning_hybrid.tensor.proof.proof import prove_cached
 from lightning_hybrid.tensor.search.requests import UnitRequests
@@ -64,44 +64,20 @@ class PlanCache:
         self._searched: dict[str, Any] = {}
 
     def find(
-        self,
-        unit: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        size: int,
-        *,
-        keep_replicated: Mapping[str, str],
-        plan_requests: UnitRequests,
-        context: int = 1,
-        sequence_parallel: SequenceParallel = None,
-        vocabulary: Mapping[str, int] | None = None,
+        self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, **options: Any
     ) -> UnitPlan:
         """A unit's plan, from the file if its proof passes and else from `plan_unit`; arguments as there."""
-        by_rows = {name: f"by vocabulary along {dim}" for name, dim in (vocabulary or {}).items()}
-        key = digest_of(
-            unit, args, kwargs, (size, context), {**keep_replicated, **by_rows}, plan_requests, sequence_parallel
-        )
+        key = digest_of(unit, args, kwargs, size, options)
         with contextlib.suppress(Exception):
             read = from_json(self._plans[key]["plan"])
-            if not _fits_unit(read, unit, size, context, keep_replicated):
+            if not _fits_unit(read, unit, size, options):
                 raise ValueError("a plan for another unit")
             # A plan that shards nothing is right, and may be for a unit that cannot be tried.
-            shards_something = read.num_sharded or read.positions is not None
-            plan = prove_again(unit, args, kwargs, read) if shards_something else read
+            plan = prove_again(unit, args, kwargs, read) if read.is_sharded else read
             if plan is not None:
                 self.num_read += 1
                 return plan
-        plan = plan_unit(
-            unit,
-            args,
-            kwargs,
-            size,
-            keep_replicated=keep_replicated,
-            context=context,
-            sequence_parallel=sequence_parallel,
-            plan_requests=plan_requests,
-            vocabulary=vocabulary,
-        )
+        plan = plan_unit(unit, args, kwargs, size, **options)
         self.num_searched += 1
         with contextlib.suppress(TypeError):
             written = to_json(replace(plan, calls=frozenset(), num_trials=0, seconds=0.0))
@@ -146,83 +122,82 @@ def prove_again(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return prove_cached(unit, args, kwargs, plan) if isinstance(narrow, str) else narrow.prove_cached(plan)
 
 
-def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, context: int, keep_replicated: Collection[str]) -> bool:
+def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, options: Mapping[str, Any]) -> bool:
     """Whether a plan fits a unit; one that shards parameters which others read does not, although it is proved."""
     names = {name for name, _ in (*unit.named_parameters(), *unit.named_buffers())}
     sharded = {name for name, placement in plan.placements.items() if isinstance(placement, Shard)}
-    if plan.size != size or plan.placements.keys() != names or sharded & set(keep_replicated):
+    if plan.size != size or plan.placements.keys() != names or sharded & set(options.get("keep_replicated") or ()):
         return False
-    if plan.positions is None or plan.positions.by == "tensor":
+    if plan.by in ("", "tensor"):
         return plan.full_sequence_plan is None
     full_sequence_plan = plan.full_sequence_plan
     same_storage = full_sequence_plan.placements == plan.placements if full_sequence_plan is not None else size == 1
-    return plan.context == context and same_storage
+    return plan.context == options.get("context", 1) and same_storage
 
 
 # Tensor plans as readable JSON, and back, checked against the types of the dataclass fields.
-# A dataclass is an object that names its class, and its keys are the names of the fields or their metadata ``"key"``. A
-# mapping with keys other than str is a list of pairs; a value typed as `object` consists of tuples, str and numbers.
+# A dataclass is an object that names its class. A mapping with keys other than str is a list of pairs; a value typed as
+# `object` consists of tuples, str and numbers.
 
 
-def to_json(plan: UnitPlan) -> dict[str, Any]:
-    """Converts a plan to objects that the json module writes.
+def to_json(value: Any) -> Any:
+    """Converts a plan, or a value in one, to objects that the json module writes.
 
     Raises:
         TypeError: A value has no JSON form.
     """
-    return _written(plan)
+    if type(value) in _PLAIN:
+        return value
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {_CLASS: type(value).__name__, **fields}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: to_json(item) for key, item in value.items()}
+        return [[to_json(key), to_json(item)] for key, item in value.items()]
+    if type(value) in (tuple, list):
+        return [to_json(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [to_json(item) for item in sorted(value)]
+    raise TypeError(f"a plan with a {type(value).__name__} cannot be written")
 
 
-def from_json(value: Any) -> UnitPlan:
-    """Rebuilds the plan that `to_json` wrote.
+def from_json(value: Any, hint: Any = UnitPlan) -> Any:
+    """Rebuilds the plan, or the value of another type, that `to_json` wrote.
 
     Raises:
         ValueError: This is no plan, or one with other fields.
     """
-    plan: UnitPlan = _read(UnitPlan, value)
-    return plan
-
-
-def _written(value: Any) -> Any:
-    if type(value) in _PLAIN:
-        return value
-    if dataclasses.is_dataclass(value):
-        fields = {key: _written(getattr(value, name)) for key, name in _names_by_key(type(value)).items()}
-        return {_CLASS: type(value).__name__, **fields}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
-            return {key: _written(item) for key, item in value.items()}
-        return [[_written(key), _written(item)] for key, item in value.items()]
-    if type(value) in (tuple, list):
-        return [_written(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return [_written(item) for item in sorted(value)]
-    raise TypeError(f"a plan with a {type(value).__name__} cannot be written")
-
-
-def _read(hint: Any, value: Any) -> Any:
     kind, args = get_origin(hint), get_args(hint)
-    if hint is object:
-        return tuple(_read(object, item) for item in value) if isinstance(value, list) else _plain(value)
-    if dataclasses.is_dataclass(hint):
-        return _read_class(hint, value)
+    if hint is object and isinstance(value, list):
+        return tuple(from_json(item, object) for item in value)
+    if hint is object and type(value) in _PLAIN:
+        return value
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = _hints(hint)
+        if not isinstance(value, dict) or value.get(_CLASS) != hint.__name__ or value.keys() - {_CLASS} != hints.keys():
+            raise ValueError(f"no {hint.__name__} with the fields {sorted(hints)}")
+        return hint(**{name: from_json(value[name], each) for name, each in hints.items()})
     if kind in (Union, types.UnionType):
-        return _read_one_of(args, value)
+        for each in args:
+            with contextlib.suppress(ValueError):
+                return from_json(value, each)
+        raise ValueError(f"{value!r} is none of {args}")
     if kind is Literal:
         if value not in args:
             raise ValueError(f"{value!r} is none of {args}")
         return value
     if kind is tuple:
-        items = _list(value)
-        hints = [args[0]] * len(items) if args[-1] is ... else list(args)
-        if len(hints) != len(items):
-            raise ValueError(f"{len(items)} values instead of {len(hints)}")
-        return tuple(_read(each, item) for each, item in zip(hints, items, strict=True))
+        items = from_json(value, list)
+        hints_of_items = [args[0]] * len(items) if args[-1] is ... else list(args)
+        if len(hints_of_items) != len(items):
+            raise ValueError(f"{len(items)} values instead of {len(hints_of_items)}")
+        return tuple(map(from_json, items, hints_of_items))
     if kind is frozenset:
-        return frozenset(_read(args[0], item) for item in _list(value))
+        return frozenset(from_json(item, args[0]) for item in from_json(value, list))
     if kind is not None and issubclass(kind, Mapping):
-        pairs = value.items() if isinstance(value, dict) else [tuple(_list(pair)) for pair in _list(value)]
-        return {_read(args[0], key): _read(args[1], item) for key, item in pairs}
+        pairs = value.items() if isinstance(value, dict) else [from_json(pair, list) for pair in from_json(value, list)]
+        return {from_json(key, args[0]): from_json(item, args[1]) for key, item in pairs}
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -230,41 +205,9 @@ def _read(hint: Any, value: Any) -> Any:
     return value
 
 
-def _read_class(hint: Any, value: Any) -> Any:
-    names, hints = _names_by_key(hint), _hints(hint)
-    if not isinstance(value, dict) or value.get(_CLASS) != hint.__name__ or value.keys() - {_CLASS} != names.keys():
-        raise ValueError(f"no {hint.__name__} with the fields {sorted(names)}")
-    return hint(**{name: _read(hints[name], value[key]) for key, name in names.items()})
-
-
-def _read_one_of(hints: tuple[Any, ...], value: Any) -> Any:
-    for hint in hints:
-        try:
-            return _read(hint, value)
-        except ValueError:
-            continue
-    raise ValueError(f"{value!r} is none of {hints}")
-
-
 @functools.cache
 def _hints(hint: Any) -> dict[str, Any]:
     return get_type_hints(hint)
-
-
-def _names_by_key(cls: Any) -> dict[str, str]:
-    return {field.metadata.get("key", field.name): field.name for field in dataclasses.fields(cls)}
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} instead of a list")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if type(value) not in _PLAIN:
-        raise ValueError(f"{value!r} instead of text or a number")
-    return value
 
 
 # A digest of the structure of a unit: the key of its plan in the cache.
@@ -273,31 +216,16 @@ def _plain(value: Any) -> Any:
 
 
 def digest_of(
-    unit: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    sizes: tuple[int, int],
-    keep_replicated: Mapping[str, str],
-    requested: UnitRequests,
-    sequence_parallel: SequenceParallel = None,
+    unit: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int, options: Mapping[str, Any]
 ) -> str:
-    """Computes the key of a unit's plan.
-
-    Args:
-        unit: The unit.
-        args: Positional arguments of one call.
-        kwargs: Keyword arguments.
-        sizes: Numbers of tensor ranks and of context ranks.
-        keep_replicated: Parameters that stay replicated, each with the reason.
-        requested: Requests of plans for its modules.
-        sequence_parallel: Whether the sequence is sharded over tensor ranks.
-    """
+    """Computes the key of a unit's plan for a call, with the size and options of `plan_unit`."""
+    asked = {name: value.key if isinstance(value, UnitRequests) else value for name, value in options.items() if value}
     classes = {base for module in unit.modules() for base in type(module).__mro__}
     described = (
         [(name, _module(module)) for name, module in unit.named_modules()],
         sorted(_class(base) for base in classes if not f"{base.__module__}.".startswith(_LIBRARIES)),
         _value((args, dict(kwargs))),
-        (sizes, sequence_parallel, sorted(keep_replicated.items()), requested.key),
+        (size, sorted(asked.items())),
         (torch.__version__, sys.version_info[:3], _search_source()),
     )
     return hashlib.sha256(repr(described).encode()).hexdigest()
@@ -357,14 +285,7 @@ def _code(code: CodeType) -> Any:
 
 
 def lines_of_branch(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> frozenset[int]:
-    """The lines that called torch in a proof of a plan with these arguments; none if it is not proved by them.
-
-    Args:
-        unit: The unit; its weights are not read, and may be shards.
-        args: Arguments of one call.
-        kwargs: Its keyword arguments.
-        plan: The plan.
-    """
+    """The lines that called torch in a proof of a plan with these arguments; none if it is not proved by them."""
     leaves, spec = flatten((args, kwargs))
     args, kwargs = unflatten([_without_shards(leaf) for leaf in leaves], spec)
     proved: list[UnitPlan | None] = []

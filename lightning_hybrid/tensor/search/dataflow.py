@@ -31,17 +31,11 @@ _SPLITS = frozenset({"split", "chunk", "tensor_split", "narrow", "__getitem__", 
 
 @dataclass
 class Arrangement:
-    """How the output features of a linear are arranged in pieces and heads.
+    """How the output features of a linear are arranged in pieces and heads."""
 
-    Attributes:
-        bounds: Offsets at which the code splits them.
-        heads: Start of a piece -> the number of heads that it is viewed as.
-        joined: Lengths of the pieces that the input of this linear was concatenated from, if it was.
-    """
-
-    bounds: set[int] = field(default_factory=set)
-    heads: dict[int, int] = field(default_factory=dict)
-    joined: tuple[int, ...] = ()
+    bounds: set[int] = field(default_factory=set)  # offsets at which the code splits them
+    heads: dict[int, int] = field(default_factory=dict)  # start of a piece -> the number of heads that it is viewed as
+    joined: tuple[int, ...] = ()  # lengths of the pieces that the input of this linear was concatenated from, if it was
 
     def pieces(self, length: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
         """The lengths of the pieces of `length` features, and the number of heads of each."""
@@ -52,27 +46,15 @@ class Arrangement:
 
 @dataclass
 class LinearDataflow:
-    """The linears of one run, and how they feed each other.
+    """The linears of one run, and how they feed each other."""
 
-    Attributes:
-        linears: All linears that ran, in the order of their first call.
-        sources: For each, the linears that its inputs come from.
-        arrangements: For each, the arrangement of its features.
-        attentions: FQNs of the `nn.MultiheadAttention` modules that ran.
-    """
-
-    linears: dict[str, LinearLike] = field(default_factory=dict)
-    sources: dict[str, set[str]] = field(default_factory=dict)
-    arrangements: dict[str, Arrangement] = field(default_factory=dict)
-    attentions: list[str] = field(default_factory=list)
+    linears: dict[str, LinearLike] = field(default_factory=dict)  # that ran, in the order of their first call
+    sources: dict[str, set[str]] = field(default_factory=dict)  # for each, the linears that its inputs come from
+    arrangements: dict[str, Arrangement] = field(default_factory=dict)  # for each, the arrangement of its features
+    attentions: list[str] = field(default_factory=list)  # FQNs of the `nn.MultiheadAttention` modules that ran
 
     def candidates(self, assigned: Collection[str] = (), no_rows: Collection[str] = ()) -> list[Pair]:
-        """Pairs columns with the rows that they feed, in the order of their run; each linear in one pair at most.
-
-        Args:
-            assigned: Linears whose role is fixed.
-            no_rows: Linears that cannot be rows; they may be columns.
-        """
+        """Pairs columns with the rows that they feed, in the order of their run; each linear in one pair at most."""
         groups: list[tuple[set[str], list[str]]] = []
         used: set[str] = set(assigned)
         rows: set[str] = set(assigned)  # their outputs are full
@@ -96,12 +78,7 @@ class LinearDataflow:
 
 
 def trace_linears(unit: nn.Module, run: Callable[[], Any]) -> LinearDataflow:
-    """Runs a unit once and records which linears feed which.
-
-    Args:
-        unit: A copy of the unit with random weights, so that a linear is recognized by its numbers.
-        run: Calls it on small inputs.
-    """
+    """Runs a unit once and records which linears feed which."""
     dataflow = LinearDataflow()
     shared = tied_parameters(unit)  # they would need several shardings
     with contextlib.ExitStack() as hooks, torch.no_grad():

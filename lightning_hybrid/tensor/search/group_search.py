@@ -11,15 +11,14 @@ from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.params.placement import Placement, Shard
-from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, ONE_TENSOR_RANK, Group, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.runtime.attention import attention_placements
-from lightning_hybrid.tensor.search.context import ONE_TENSOR_RANK
 from lightning_hybrid.tensor.search.dataflow import LinearDataflow, Pair, trace_linears
-from lightning_hybrid.tensor.search.groups import GroupPlan
-from lightning_hybrid.tensor.search.requests import Origin, Request, UnitRequests
+from lightning_hybrid.tensor.search.groups import GroupPlan, GroupTrials
+from lightning_hybrid.tensor.search.requests import Request, UnitRequests, UnitTask
 from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
-from lightning_hybrid.tensor.search.variants import GroupTrials, StoredPlacements, uneven_sizes, variants
+from lightning_hybrid.tensor.search.variants import uneven_sizes, variants
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
 _SMALL_SHARE = 0.01
@@ -27,85 +26,62 @@ _SMALL_SHARE = 0.01
 _EXTRA_TRIALS = 6
 
 
-class GroupSearch:
+class GroupSearch(GroupTrials):
     """Searches how the linears of one unit are sharded over some ranks.
 
     Attributes:
         groups: The groups of the plan that was found.
-        linears: The linears that ran, by FQN.
-        reasons: Why parameters stay replicated.
         proof_failed: Whether groups that had passed their trials were not proved together.
     """
 
     def __init__(
         self,
-        unit: nn.Module,
+        task: UnitTask,
         proof: Proof,
-        excluded: Mapping[str, str],
-        plan_requests: UnitRequests,
-        sequence_parallel: SequenceParallel,
-        vocabulary: Mapping[str, int],
         dataflow: LinearDataflow | None = None,
-        stored: StoredPlacements | None = None,
+        stored: Mapping[str, Placement] | None = None,
         check_gradients: bool = False,
     ) -> None:
-        """Binds the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
+        """Binds the search to a unit and to the ranks of its proof, which may be others than the task's.
 
-        `unit`, `plan_requests`, `sequence_parallel` and `vocabulary` are those of `plan_unit`; `dataflow` is that
-        of the unit, if known, and `stored` the placements over tensor ranks, for exchanges of positions. With
-        `check_gradients` trials compare gradients too; the proof always does.
+        ``dataflow`` is that of the unit, if known, and ``stored`` the placements over tensor ranks, for exchanges of
+        positions. With ``check_gradients`` trials compare gradients too; the proof always does.
         """
+        self._dataflow = dataflow or trace_linears(proof.unit, proof.run_unit)
+        super().__init__(task, proof, self._dataflow.linears, stored, check_gradients)
         self.groups: list[GroupPlan] = []
-        self.proof_failed = False
-        self._given = unit, proof, excluded, plan_requests, sequence_parallel, vocabulary
-        self._user_unit, _, self._replicated, self._requests, self._sequence_parallel, self._vocabulary = self._given
-        self._only_with_heads = False
-        self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
-        self._dataflow = trace_linears(proof.unit, proof.run_unit) if dataflow is None else dataflow
-        self.linears: Mapping[str, LinearLike] = self._dataflow.linears
-        self.reasons: dict[str, str] = dict(excluded)
-        self._trials = GroupTrials(
-            proof, self.linears, self.reasons, dict(excluded), stored, check_gradients=check_gradients
-        )
+        self.proof_failed = self._only_with_heads = False
+        self._requests, self._unit, self._ranks, self._size = task.requests, proof.unit, proof.ranks, proof.ranks.size
         self._unpaired: dict[str, str] = {}  # of linears in no pair
         self._uneven: dict[str, tuple[int, str]] = {}
         self._notes: list[str] = []
 
-    def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement], size: int, context: int) -> GroupSearch:
-        """Makes a search over all ranks (`size` tensor ranks times `context` context ranks) of the same unit.
-
-        `proof` is on all ranks; `placements` are those of the stored parameters over tensor ranks.
-        """
-        stored = StoredPlacements(placements, size, context)
-        return GroupSearch(self._user_unit, proof, self._replicated, UnitRequests(), None, {}, self._dataflow, stored)
+    def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement]) -> GroupSearch:
+        """Makes a search on all ranks of `proof`, for parameters with these placements on tensor ranks."""
+        return GroupSearch(replace(self._task, requests=UnitRequests()), proof, self._dataflow, placements)
 
     def with_gradients(self) -> GroupSearch:
         """Makes the same search with trials that compare gradients too."""
-        return GroupSearch(*self._given, dataflow=self._dataflow, check_gradients=True)
+        return GroupSearch(self._task, self._proof, self._dataflow, check_gradients=True)
 
     def run(self) -> UnitPlan:
         """Searches a plan, and proves it."""
         if self._size == 1:
-            return UnitPlan.unsharded(self._user_unit, self._size, ONE_TENSOR_RANK)
+            return self._task.unsharded(ONE_TENSOR_RANK)
         groups = self.groups = [*self._vocabulary_groups(), *self._attention_groups(), *self._linear_pairs()]
         groups += self._gathered_linears({fqn for group in groups for fqn in group.roles()})
         plan = self._prove(groups)
         # Vocabulary-parallel lookups and products need all positions.
-        if self._sequence_parallel is not None and plan.num_sharded and not plan.vocabulary:
-            sequence = find_sequence(self._proof)
-            shard = partial(plan_sequence, self._unit, plan, self._proof, self._sequence_parallel, sequence=sequence)
+        by = self._task.sequence_parallel if self._task.context == 1 else None
+        if by is not None and plan.num_sharded and not plan.vocabulary:
+            shard = partial(plan_sequence, self._unit, plan, self._proof, by, sequence=find_sequence(self._proof))
             guessed = shard(guess=True, prove=False)
             is_right = guessed.full_sequence_reason or self._proof.first_failure(guessed) is None
             plan = guessed if is_right else shard(guess=False)
         return replace(plan, num_trials=self._ranks.num_trials)
 
     def exchanged(self, groups: list[GroupPlan] | None, *, with_heads: bool) -> tuple[list[GroupPlan], str]:
-        """Shards groups over the ranks of this search that are sharded over fewer; returns them, and why others fail.
-
-        Args:
-            groups: The groups over fewer ranks; None for all that can be found.
-            with_heads: Only groups whose outputs are viewed as heads.
-        """
+        """Shards groups that are sharded over fewer ranks, or all that are found; returns them, and why others fail."""
         self._only_with_heads = with_heads
         attentions = self._attention_groups()
         if groups is None:
@@ -114,16 +90,18 @@ class GroupSearch:
         failures = []
         for group in groups:
             columns, rows = group.group.columns, group.group.rows
+            other: GroupPlan | str
             if group.group.role == "column" and self._is_candidate((columns, rows)):
-                reason = self._uneven_heads(columns)
-                other, reason = (None, reason) if reason else self._best_variant((columns, rows), group.group.origin)
+                other = self._uneven_heads(columns) or self._best_variant((columns, rows), group.group.origin)
             elif group.group.role == "attention":
-                other = next((other for other in attentions if other.group.columns == columns), None)
                 reason = next((self.reasons[name] for name in group.placements if name in self.reasons), "")
+                other = next((other for other in attentions if other.group.columns == columns), reason)
             else:
                 continue
-            found += [] if other is None else [other]
-            failures += [f"{reason} (tensor ranks times context ranks)"] if other is None else []
+            if isinstance(other, str):
+                failures.append(f"{other} (tensor ranks times context ranks)")
+            else:
+                found.append(other)
         return found, "; ".join(failures)
 
     def _is_candidate(self, pair: Pair) -> bool:
@@ -144,25 +122,23 @@ class GroupSearch:
 
     def _vocabulary_groups(self) -> list[GroupPlan]:
         """Vocabulary-parallel weights of embeddings and heads; they are in no pair of linears."""
-        groups = []
-        lengths = {name: self._unit.get_parameter(name).shape[dim] for name, dim in self._vocabulary.items()}
+        groups: list[GroupPlan] = []
+        lengths = {name: self._unit.get_parameter(name).shape[dim] for name, dim in self._task.vocabulary.items()}
         for length in sorted(set(lengths.values())):
-            dims = {name: dim for name, dim in self._vocabulary.items() if lengths[name] == length}
+            dims = {name: dim for name, dim in self._task.vocabulary.items() if lengths[name] == length}
             shards = {name: Shard.unevenly(dim, length, self._size) for name, dim in dims.items()}
             rows = next(iter(shards.values())).local_length
             group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank", "found")
-            found, reason = self._trials.try_group(GroupPlan(group, {**shards}, vocabulary=dims))
-            if found is not None and self._ranks.first_unit is not None and self._ranks.first_unit.num_gathers:
-                found, reason = None, "the unit uses it in an operation without a vocabulary-parallel form"
-            if found is not None:
-                groups.append(found)
-                self._trials.excluded |= dict.fromkeys(dims, "sharded by its vocabulary")
-            else:
-                self._replicate(list(dims), reason)
+            found = self.try_group(GroupPlan(group, {**shards}, vocabulary=dims))
+            if self._ranks.first_unit is not None and self._ranks.first_unit.num_gathers and not isinstance(found, str):
+                found = "the unit uses it in an operation without a vocabulary-parallel form"
+            if accepted := self._accepted(found, list(dims)):
+                groups += accepted
+                self.excluded |= dict.fromkeys(dims, "sharded by its vocabulary")
         return groups
 
     def _attention_groups(self) -> list[GroupPlan]:
-        groups = []
+        groups: list[GroupPlan] = []
         for fqn in self._dataflow.attentions:
             module = self._unit.get_submodule(fqn)
             assert isinstance(module, nn.MultiheadAttention)
@@ -172,11 +148,8 @@ class GroupSearch:
                 self._uneven[fqn] = module.num_heads, "heads"
                 continue
             group = Group("attention", (fqn,), how="by heads")
-            found, reason = self._trials.try_group(GroupPlan(group, attention_placements(fqn, module, self._size)))
-            if found is not None:
-                groups.append(found)
-            else:
-                self._replicate(names, reason)
+            found = self.try_group(GroupPlan(group, attention_placements(fqn, module, self._size)))
+            groups += self._accepted(found, names)
         return groups
 
     def _linear_pairs(self) -> list[GroupPlan]:
@@ -189,28 +162,28 @@ class GroupSearch:
             name = self._requests.named(fqn)
             raise TensorPlanError(f"tensor_parallel_plan has {by_user[fqn].entry}: {name} {problem}", entry="plan-pair")
         for pair in pairs:
-            group, reason = self._best_variant(pair, "your plan")
-            if group is None:
-                raise self._refused(pair, reason)
+            group = self._best_variant(pair, "your plan")
+            if isinstance(group, str):
+                raise self._refused(pair, group)
             groups.append(group)
             assigned |= group.roles().keys()
         pairs, problems = requested_pairs(self._dataflow, by_model, assigned)
         for fqn, problem in problems.items():
             self._notes.append(f"the model's own plan is not followed: {fqn} {problem.partition(';')[0]}")
-        tried: dict[Pair, tuple[GroupPlan | None, str]] = {}
+        tried: dict[Pair, GroupPlan | str] = {}
         for pair in pairs:
-            group, reason = self._best_variant(pair, "the model's own plan")
-            if group is not None:
+            group = self._best_variant(pair, "the model's own plan")
+            if isinstance(group, str):
+                tried[pair] = group
+                self._notes.append(f"the model's own plan is not followed: {_pair_text(pair)}: {group}")
+            else:
                 groups.append(group)
                 assigned |= group.roles().keys()
-            else:
-                tried[pair] = None, reason
-                self._notes.append(f"the model's own plan is not followed: {_pair_text(pair)}: {reason}")
         groups += self._found_pairs(assigned, tried)
         order = list(self.linears)
         return sorted(groups, key=lambda group: order.index(group.group.rows[0]))
 
-    def _found_pairs(self, assigned: set[str], tried: dict[Pair, tuple[GroupPlan | None, str]]) -> list[GroupPlan]:
+    def _found_pairs(self, assigned: set[str], tried: dict[Pair, GroupPlan | str]) -> list[GroupPlan]:
         """Pairs from the dataflow; where one is wrong, its last row is no row, and pairs are searched again."""
         no_rows: set[str] = set()
         uneven: dict[str, tuple[int, str]] | None = None
@@ -222,40 +195,38 @@ class GroupSearch:
             # Later pairs are not what the author of the unit intended: their sizes need not divide.
             uneven = dict(self._uneven) if uneven is None else uneven
             self._uneven = dict(uneven)
-            wrong = [pair for pair in pairs if tried[pair][0] is None]
+            found = [tried[pair] for pair in pairs]
+            wrong = {pair: reason for pair, reason in zip(pairs, found, strict=True) if isinstance(reason, str)}
             if not wrong:
-                return [group for pair in pairs if (group := tried[pair][0]) is not None]
-            for pair in wrong:
-                reason = tried[pair][1]
+                return [group for group in found if not isinstance(group, str)]
+            for pair, reason in wrong.items():
                 self._unpaired |= {fqn: reason for side in pair for fqn in side if fqn not in self._unpaired}
-            no_rows.add(wrong[0][1][-1])
+            no_rows.add(next(iter(wrong))[1][-1])
 
-    def _best_variant(self, pair: Pair, origin: Origin | str) -> tuple[GroupPlan | None, str]:
-        """The best variant of a pair that passes its trial, or None and what is wrong."""
+    def _best_variant(self, pair: Pair, origin: str) -> GroupPlan | str:
+        """The best variant of a pair that passes its trial, or what is wrong."""
         best: GroupPlan | None = None
         more, num_wrong = _EXTRA_TRIALS, 0
         least_wrong = math.inf, "its sizes cannot be divided"
-        for variant in variants(self._unit, self._dataflow, *pair, self._size):
+        for candidate in variants(self._unit, self._dataflow, pair, self._size, origin):
             if best is not None and (not best.avoidable or not more):
                 break
             more -= best is not None
-            linears = Group("column", *pair, variant.how, origin)
-            candidate = GroupPlan(linears, dict(variant.placements), variant.attributes, variant.offsets)
-            group, failure = self._trials.try_group(candidate)
-            if group is not None and (best is None or not group.watched):
-                best = group
-            if group is None:
+            group = self.try_group(candidate)
+            if isinstance(group, str):
                 error, num_wrong = self._proof.relative_error, num_wrong + 1
                 if num_wrong == 1 or error < least_wrong[0]:
-                    least_wrong = error, f"{failure} (sharded {variant.how}"
+                    least_wrong = error, f"{group} (sharded {candidate.group.how}"
+            elif best is None or not group.watched:
+                best = group
         if best is not None:
-            return best, ""
+            return best
         uneven = uneven_sizes(self._dataflow, *pair, self._size)
         if uneven:
             self._uneven |= uneven
-            return None, f"{_sizes_text(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
+            return f"{_sizes_text(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
         tried = f", the best of {num_wrong} variants)" if num_wrong > 1 else ")"
-        return None, least_wrong[1] + tried * (num_wrong > 0)
+        return least_wrong[1] + tried * (num_wrong > 0)
 
     def _refused(self, pair: Pair, reason: str) -> TensorPlanError:
         by_user = self._requests.by_user
@@ -270,13 +241,13 @@ class GroupSearch:
     def _gathered_linears(self, assigned: set[str]) -> list[GroupPlan]:
         """Linears in no pair, column-parallel with their outputs gathered."""
         by_user, by_model = self._requests.by_user, self._requests.by_model
-        total = sum(p.numel() for p in self._user_unit.parameters())
-        groups = []
+        total = sum(p.numel() for p in self._task.unit.parameters())
+        groups: list[GroupPlan] = []
         for fqn, linear in self.linears.items():
             if fqn in assigned:
                 continue
             names = [linear.parameter(name) for name in ("weight", "bias")[: 1 + linear.has_bias]]
-            numel = sum(self._user_unit.get_parameter(name).numel() for name in names)
+            numel = sum(self._task.unit.get_parameter(name).numel() for name in names)
             is_small = numel < _SMALL_SHARE * total and fqn not in by_user
             if NOT_A_MULTIPLE in self._unpaired.get(fqn, "") and linear.num_out % self._size:
                 self._replicate(names, self._unpaired[fqn])
@@ -296,11 +267,7 @@ class GroupSearch:
                 requested = [name for name, plan in plans if fqn in plan and plan[fqn].wanted == "gathered"]
                 how = "output gathered" if requested else f"output gathered: {self._why_unpaired(fqn)}"
                 group = Group("gathered", (fqn,), (), how, (*requested, "found")[0])
-                found, reason = self._trials.try_group(GroupPlan(group, shards))
-                if found is not None:
-                    groups.append(found)
-                else:
-                    self._replicate(names, reason)
+                groups += self._accepted(self.try_group(GroupPlan(group, shards)), names)
         return groups
 
     def _why_unpaired(self, fqn: str) -> str:
@@ -310,24 +277,31 @@ class GroupSearch:
         others = [reader for reader in readers if reader in self._requests.by_user]
         return f"what reads it ({', '.join(others)}) is in your plan" if others else "it pairs with no other linear"
 
+    def _accepted(self, found: GroupPlan | str, fqns: list[str]) -> list[GroupPlan]:
+        """The group that passed its trial; none, and parameters that stay replicated, where it did not."""
+        if isinstance(found, GroupPlan):
+            return [found]
+        self._replicate(fqns, found)
+        return []
+
     def _replicate(self, fqns: list[str], reason: str) -> None:
         for fqn in fqns:
             self.reasons.setdefault(fqn, reason)
 
     def _prove(self, groups: list[GroupPlan]) -> UnitPlan:
         """Proves all groups together, in every setting; groups that make the proof fail are dropped."""
-        plan = self._trials.plan(groups)
+        plan = self.plan(groups)
         failure = self._proof.first_failure(plan)
         self.proof_failed = failure is not None
         while failure is not None and groups:
-            failures = (self._proof.first_failure(self._trials.plan([group])) for group in groups)
+            failures = (self._proof.first_failure(self.plan([group])) for group in groups)
             failing = next((k for k, other in enumerate(failures) if other is not None), len(groups) - 1)
             group = groups.pop(failing)
             self._replicate(list(group.placements), failure)
-            plan = self._trials.plan(groups)
+            plan = self.plan(groups)
             failure = self._proof.first_failure(plan)
         if failure is not None:
-            plan = UnitPlan.unsharded(self._user_unit, self._size, failure)
+            plan = self._task.unsharded(failure)
         return replace(plan, uneven=self._uneven, notes=tuple(self._notes))
 
 
@@ -348,13 +322,7 @@ def requested_pairs(
 ) -> tuple[list[Pair], dict[str, str]]:
     """Finds the pairs that a plan requests, with the linears that it does not name and they need.
 
-    Args:
-        dataflow: The dataflow of the unit.
-        plan_requests: The requests, by FQN inside the unit.
-        assigned: Linears whose role another plan has fixed.
-
-    Returns:
-        Columns and their rows, and what is wrong with linears that fit no pair, by FQN.
+    The second result is what is wrong with linears that fit no pair, by FQN.
     """
     order = list(dataflow.linears)
     free = [fqn for fqn in order if fqn not in assigned]

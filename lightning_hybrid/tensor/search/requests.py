@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
-from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.dataflow import may_be_linear
 
 Wanted = Literal["column", "row", "gathered", "replicated"]
@@ -36,15 +36,10 @@ STYLES: Mapping[str, Wanted] = {
 
 
 class Request(NamedTuple):
-    """The request of a plan for one module.
+    """The request of a plan for one module."""
 
-    Attributes:
-        wanted: Its role, or "replicated".
-        entry: The entry of the plan, as the user wrote it.
-    """
-
-    wanted: Wanted
-    entry: str
+    wanted: Wanted  # its role, or "replicated"
+    entry: str  # the entry of the plan, as the user wrote it
 
 
 def check_styles(plan: Any) -> None:
@@ -150,22 +145,13 @@ def _plan_of_module(module: nn.Module) -> Mapping[str, Any]:
     return merged
 
 
-Origin = Literal["your plan", "the model's own plan", "found"]
-
-
 @dataclass(frozen=True)
 class UnitRequests:
-    """The requests for the modules of one unit.
+    """The requests for the modules of one unit."""
 
-    Attributes:
-        unit: FQN of the unit in the root.
-        by_user: Requests of the user's plan, by FQN inside the unit.
-        by_model: Requests of the model's own plan for modules that the user's plan does not name.
-    """
-
-    unit: str = ""
-    by_user: Mapping[str, Request] = field(default_factory=dict)
-    by_model: Mapping[str, Request] = field(default_factory=dict)
+    unit: str = ""  # FQN of the unit in the root
+    by_user: Mapping[str, Request] = field(default_factory=dict)  # requests of the user's plan, by FQN inside the unit
+    by_model: Mapping[str, Request] = field(default_factory=dict)  # of the model's plan, where by_user has none
 
     @property
     def key(self) -> Hashable:
@@ -189,16 +175,27 @@ class UnitRequests:
         }
 
 
+@dataclass(frozen=True)
+class UnitTask:
+    """What a plan of a unit is searched for."""
+
+    unit: nn.Module  # the user's unit
+    size: int  # number of tensor ranks
+    context: int = 1  # number of context ranks
+    sequence_parallel: SequenceParallel = None  # "tensor" to shard positions over tensor ranks between regions
+    requests: UnitRequests = UnitRequests()  # the requests of plans for its modules
+    vocabulary: Mapping[str, int] = field(default_factory=dict)  # parameters to shard by vocabulary: FQN -> dim
+    excluded: Mapping[str, str] = field(default_factory=dict)  # parameters that stay replicated, each with the reason
+
+    def unsharded(self, reason: str) -> UnitPlan:
+        """The plan that replicates everything."""
+        return UnitPlan.unsharded(self.unit, self.size, reason)
+
+
 def requests_by_unit(
     root: nn.Module, units: Mapping[str, nn.Module], by_user: Mapping[str, Request], by_model: Mapping[str, Request]
 ) -> dict[str, UnitRequests]:
     """Assigns the requests to units.
-
-    Args:
-        root: The user's module.
-        units: Its tensor units, by FQN.
-        by_user: Requests of the user's plan, by FQN in the root.
-        by_model: Requests of the model's own plan.
 
     Raises:
         TensorPlanError: The user wants to shard a module that is in no unit.

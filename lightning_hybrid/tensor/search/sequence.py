@@ -48,16 +48,9 @@ def plan_sequence(
 ) -> UnitPlan:
     """Shards the sequence of a unit; returns the new plan, or the given one with the reason why it is not sharded.
 
-    Args:
-        unit: A copy of the unit with random weights.
-        plan: Its proved plan; for context ranks, one that says which regions exchange positions for features.
-        proof: Of the unit, on all ranks.
-        by: Whether positions are sharded over tensor ranks, context ranks, or both.
-        sequence: Leaf index and dim, from `find_sequence`.
-        guess: Whether to guess over which ranks the gradients of weights are summed, instead of comparing sums.
-        prove: Whether to prove the plan in all settings; otherwise outputs and gradients were compared in one.
-        same_as: A plan with a sharded sequence in which other groups exchange: modules around the groups that are the
-            same in both see the same lengths.
+    A guess says over which ranks the gradients of weights are summed, instead of comparing sums. Without proof, outputs
+    and gradients were compared in one setting. Modules around groups that exchange in ``same_as`` too see what they see
+    there.
     """
     if sequence is None:
         return replace(plan, full_sequence_reason=NO_SEQUENCE)
@@ -189,15 +182,7 @@ def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: b
 def _find_summed(
     plan: UnitPlan, outcomes: list[Outcome], proof: Proof, guessed: Collection[str], summed: dict[Axis, list[str]]
 ) -> str:
-    """Collects the parameters whose gradients cover only local positions; returns what is wrong with one, or "".
-
-    Args:
-        plan: The plan by which the ranks ran.
-        outcomes: The outcomes of all ranks.
-        proof: Of the unit.
-        guessed: Parameters without gradients in this trial; each rank is assumed to have those of its local positions.
-        summed: Filled in: the parameters whose gradients are summed over each axis.
-    """
+    """Collects the parameters whose gradients cover only local positions; returns what is wrong with one, or ""."""
     tolerance = TOLERANCE if proof.dtype is torch.float64 else LOOSE_TOLERANCE
     for name, wanted in proof.reference(proof.first).grads.items():
         if name in guessed:
@@ -232,21 +217,14 @@ def _difference(addends: list[Tensor], shard: Tensor, tolerance: float, wanted: 
 
 def _summed_axes(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:
     """The axes over which the gradient of a parameter may have to be summed, fewest first."""
-    assert plan.positions is not None
-    over_tensor = plan.positions.by != "context" and plan.placements[name] == Replicated() and name not in plan.summed
-    if plan.positions.by == "tensor":
+    over_tensor = plan.by != "context" and plan.placements[name] == Replicated() and name not in plan.summed
+    if plan.by == "tensor":
         return [(), ("tensor",)] if over_tensor else []
     return [(), ("context",), ("tensor",), ("tensor", "context")] if over_tensor else [(), ("context",)]
 
 
 def _summands(found: list[Tensor], axes: tuple[Axis, ...], plan: UnitPlan) -> list[list[Tensor]]:
-    """Groups the local gradients of ranks into the addends of each sum over some axes.
-
-    Args:
-        found: Local gradients of tensor ranks times context ranks, or of the context ranks of one tensor rank.
-        axes: The axes to sum over.
-        plan: The plan of the unit.
-    """
+    """Groups the local gradients of ranks into the addends of each sum over some axes."""
     context = len(found) if len(found) < plan.size * plan.context else plan.context
     rows = [found[start : start + context] for start in range(0, len(found), context)]  # one for each tensor rank
     if axes == ("tensor", "context"):

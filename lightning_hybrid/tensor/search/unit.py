@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,24 +12,13 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
-from lightning_hybrid.tensor.plan import (
-    NO_LINEAR,
-    RING,
-    PositionsPlan,
-    SequenceAxes,
-    SequenceParallel,
-    UnitPlan,
-)
+from lightning_hybrid.tensor.plan import NO_LINEAR, ONE_TENSOR_RANK, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.proof.narrow import NarrowLayer, narrow_layer
 from lightning_hybrid.tensor.proof.proof import Proof, proof_of
-from lightning_hybrid.tensor.search.context import (
-    ONE_TENSOR_RANK,
-    ShardedGroups,
-    shard_over_context,
-)
+from lightning_hybrid.tensor.search.context import ContextSearch, reads_values, with_ring_attention
 from lightning_hybrid.tensor.search.group_search import GroupSearch
-from lightning_hybrid.tensor.search.requests import UnitRequests, check_followed
-from lightning_hybrid.tensor.search.sequence import NO_SEQUENCE, find_sequence, plan_sequence
+from lightning_hybrid.tensor.search.requests import UnitRequests, UnitTask, check_followed
+from lightning_hybrid.tensor.search.sequence import NO_SEQUENCE
 
 NOT_SEARCHED = "not searched here, but by a run at full width"  # of a wide unit without a narrow copy
 
@@ -75,181 +64,69 @@ def plan_unit(
     began = time.perf_counter()
     if size < 1 or context < 1:
         raise ValueError(f"tensor_parallel_size={size} and context_parallel_size={context}; they must be at least 1")
-    plan_requests, vocabulary = plan_requests or UnitRequests(), vocabulary or {}
-    call = example_args, example_kwargs or {}
-    kept = {unit.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
+    plan_requests = plan_requests or UnitRequests()
     excluded = {**(keep_replicated or {}), **plan_requests.replicated(unit)}
-    find = partial(_find, unit, size, context, sequence_parallel, plan_requests, vocabulary, excluded)
+    task = UnitTask(unit, size, context, sequence_parallel, plan_requests, vocabulary or {}, excluded)
+    call = example_args, example_kwargs or {}
+    kept = {unit.get_parameter(name).shape[dim] for name, dim in task.vocabulary.items()}
     narrow = narrow_layer(unit, *call, size * context, kept)
-    plan = narrow if isinstance(narrow, str) else _find_on_copy(narrow, find, excluded)
+    plan = narrow if isinstance(narrow, str) else _find_on_copy(narrow, task)
     if isinstance(plan, str) and plan and not at_full_width:
-        plan = UnitPlan.unsharded(unit, size, f"{NOT_SEARCHED} ({plan})")
+        plan = task.unsharded(f"{NOT_SEARCHED} ({plan})")
     elif isinstance(plan, str):
         notes = [f"searched at full width ({plan})"] if plan else []
-        plan = find(unit, *call)
+        plan = _find(task, unit, *call)
         plan = replace(plan, notes=(*plan.notes, *notes))
     check_followed(plan_requests, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 
 
-def _find_on_copy(narrow: NarrowLayer, find: Callable[..., UnitPlan], excluded: Mapping[str, str]) -> UnitPlan | str:
+def _find_on_copy(narrow: NarrowLayer, task: UnitTask) -> UnitPlan | str:
     """The plan of a unit, searched on its narrow copy; or why it has to be searched on the unit itself."""
     try:
-        plan = find(narrow.unit, narrow.args, narrow.kwargs)
+        plan = _find(task, narrow.unit, narrow.args, narrow.kwargs)
     except TensorPlanError as error:  # raised again with the sizes of the unit
         return str(error)
-    is_sharded = plan.num_sharded > 0 or plan.positions is not None
     reasons = {*plan.replicated_reasons.values(), *filter(None, [plan.full_sequence_reason])}
     # There is nothing to shard; other reasons may have the sizes of the unit.
-    if not is_sharded and not reasons <= {NO_LINEAR, ONE_TENSOR_RANK, NO_SEQUENCE, *excluded.values()}:
+    if not plan.is_sharded and not reasons <= {NO_LINEAR, ONE_TENSOR_RANK, NO_SEQUENCE, *task.excluded.values()}:
         return f"nothing is sharded at 1/{narrow.factor} of it"
     return narrow.plan_of_full(plan)
 
 
-def _find(
-    unit: nn.Module,
-    size: int,
-    context: int,
-    sequence_parallel: SequenceParallel,
-    plan_requests: UnitRequests,
-    vocabulary: Mapping[str, int],
-    excluded: Mapping[str, str],
-    tried_unit: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> UnitPlan:
+def _find(task: UnitTask, tried_unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitPlan:
     """Searches the plan of a unit by trials of `tried_unit`, which is the unit or its narrow copy."""
     with torch.random.fork_rng(devices=[]):
-        least = size * context if sequence_parallel == "tensor" else 1
-        prove = partial(proof_of, tried_unit, args, kwargs, size, vocabulary, context=context)
-        proof = prove(least=least)
+        prove = partial(proof_of, tried_unit, args, kwargs, task.size, task.vocabulary, context=task.context)
+        proof = prove(least=task.size * task.context if task.sequence_parallel == "tensor" else 1)
         if isinstance(proof, str):
-            return UnitPlan.unsharded(unit, size, proof)
-        plan = _search(unit, proof, size, excluded, sequence_parallel, plan_requests, vocabulary)
-        if context > 1 and plan.positions is None and not plan.vocabulary:
-            plan = with_ring_attention(plan, proof, prove, sequence_parallel)
+            return task.unsharded(proof)
+        plan = _search(task, proof)
+        if task.context > 1 and plan.positions is None and not plan.vocabulary:
+            plan = with_ring_attention(plan, proof, prove, task.sequence_parallel)
     return plan
 
 
-def _search(
-    unit: nn.Module,
-    proof: Proof,
-    size: int,
-    excluded: Mapping[str, str],
-    sequence_parallel: SequenceParallel,
-    plan_requests: UnitRequests,
-    vocabulary: Mapping[str, int],
-) -> UnitPlan:
+def _search(task: UnitTask, proof: Proof) -> UnitPlan:
     """Searches over tensor ranks, then over context ranks; the result is proved."""
-    context = proof.ranks.context
-    on_tensor, sharded_by = (proof, sequence_parallel) if context == 1 else (proof.on(size), None)
-    search = GroupSearch(unit, on_tensor, excluded, plan_requests, sharded_by, vocabulary)
+    search = GroupSearch(task, proof if task.context == 1 else proof.on(task.size))
     plan = search.run()
     if search.proof_failed:  # outputs were right in trials where gradients are not
         search = search.with_gradients()
         plan = search.run()
-    if context > 1:
-        plan = _with_context(plan, search, proof, sequence_parallel)
-    if (plan.num_sharded or plan.positions is not None) and not plan.vocabulary and proof.value_read:
-        plan = _unsharded_since_it_reads_values(unit, plan, proof)
+    if task.context > 1:
+        why = "vocabulary-parallel lookups and products need all positions"
+        without = replace(plan, context=task.context, full_sequence_reason=why)
+        plan = without if plan.vocabulary else ContextSearch(task, search, plan, proof).run()
+    if plan.is_sharded and not plan.vocabulary and proof.value_read:
+        plan = _unsharded_since_it_reads_values(task, plan, proof)
     return replace(plan, calls=proof.calls)
 
 
-def _unsharded_since_it_reads_values(unit: nn.Module, plan: UnitPlan, proof: Proof) -> UnitPlan:
+def _unsharded_since_it_reads_values(task: UnitTask, plan: UnitPlan, proof: Proof) -> UnitPlan:
     """The plan that shards neither parameters nor the sequence; on one tensor rank the sequence alone is sharded."""
     reason = reads_values(proof)
     if plan.size > 1:
-        return UnitPlan.unsharded(unit, plan.size, reason)
-    unsharded = UnitPlan.unsharded(unit, plan.size, ONE_TENSOR_RANK)
+        return task.unsharded(reason)
+    unsharded = task.unsharded(ONE_TENSOR_RANK)
     return replace(unsharded, context=plan.context, full_sequence_reason=reason, num_trials=plan.num_trials)
-
-
-def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_parallel: SequenceParallel) -> UnitPlan:
-    """Shards the sequence of a plan over tensor ranks over context ranks as well."""
-    size, context = proof.ranks.size, proof.ranks.context
-    if plan.vocabulary:
-        return replace(
-            plan, context=context, full_sequence_reason="vocabulary-parallel lookups and products need all positions"
-        )
-    wide_proof = proof.on(size * context)
-    wide = search.over_all_ranks(wide_proof, plan.placements, size, context)
-    over_tensor = plan
-    for with_heads in (True, False):  # groups that mix positions mostly have heads
-        exchanged, why = wide.exchanged(None if size == 1 else search.groups, with_heads=with_heads)
-        groups = ShardedGroups(wide.linears, search.groups, exchanged, search.reasons, why)
-        plan = shard_over_context(proof.unit, over_tensor, groups, proof, sequence_parallel)
-        if plan.positions is not None:
-            break
-    return replace(plan, num_trials=plan.num_trials + wide_proof.ranks.num_trials + proof.ranks.num_trials)
-
-
-# The search for ring attention, where context ranks cannot exchange positions for heads.
-# Nothing but attention mixes positions: the linears of all groups run on local positions, as they do over tensor ranks
-# alone, and the search only proves that.
-
-
-def with_ring_attention(
-    plan: UnitPlan, proof: Proof, prove: Callable[..., Proof | str], sequence_parallel: SequenceParallel
-) -> UnitPlan:
-    """Shards the sequence over context ranks with ring attention; or returns the plan with the reason why not.
-
-    Args:
-        plan: The proved plan over tensor ranks, with the reason why no heads are exchanged over context ranks.
-        proof: Of the unit, on tensor ranks times context ranks.
-        prove: Makes a proof whose example has at least ``least`` positions, or returns why that is not possible.
-        sequence_parallel: Whether the shard of a context rank is sharded again over its tensor ranks.
-    """
-    sequence = find_sequence(proof)
-    if sequence is None or plan.context == 1:
-        return plan
-    index, dim = sequence
-    least = plan.context * max(2, plan.size if sequence_parallel == "tensor" else 1)
-    if proof.example.leaves[index].shape[dim] < least:
-        longer = prove(least=least)
-        if isinstance(longer, str):
-            return _without(plan, longer)
-        proof = longer
-        sequence = find_sequence(proof)
-    if proof.value_read:
-        reason = reads_values(proof)
-        return plan if plan.full_sequence_reason == reason else _without(plan, reason)
-    failures, before = list[str](), proof.ranks.num_trials
-    axes: tuple[SequenceAxes, ...] = ("both", "context") if sequence_parallel == "tensor" else ("context",)
-    for by in axes:
-        found = _proved(plan, proof, by, sequence)
-        if isinstance(found, UnitPlan):
-            notes = [f"positions of a context rank on each of its tensor ranks ({failures[0]})"] if failures else []
-            return replace(
-                found,
-                notes=(*found.notes, *notes),
-                calls=plan.calls | proof.calls,
-                num_trials=plan.num_trials + proof.ranks.num_trials - before,
-            )
-        failures.append(found)
-    return _without(plan, failures[-1])
-
-
-def _proved(plan: UnitPlan, proof: Proof, by: SequenceAxes, sequence: tuple[int, int] | None) -> UnitPlan | str:
-    """The proved plan with ring attention, positions sharded over these axes; or what is wrong with it."""
-    over_tensor = replace(plan, full_sequence_reason="")
-    positions = PositionsPlan(by=by, leaf_index=0, dim=1, num_dims=3, ring_attention=True)
-    candidate, failure = replace(over_tensor, positions=positions), ""
-    for guess in (True, False):
-        found = plan_sequence(proof.unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False)
-        failure = found.full_sequence_reason or proof.first_failure(found) or ""
-        if not failure:
-            break
-    if not failure and proof.value_read:  # in eval mode, say
-        failure = reads_values(proof)
-    if failure or not any(site[0] == RING for site in found.rules):
-        return failure or "scaled_dot_product_attention is not called with local positions"
-    return found if plan.size == 1 else replace(found, full_sequence_plan=over_tensor)
-
-
-def reads_values(proof: Proof) -> str:
-    """Why a unit that reads values of tensors is not sharded."""
-    return f"it reads values of tensors ({proof.value_read}), of which ranks would have shards"
-
-
-def _without(plan: UnitPlan, reason: str) -> UnitPlan:
-    return replace(plan, full_sequence_reason=f"{plan.full_sequence_reason}; ring attention: {reason}")

@@ -27,27 +27,16 @@ _SHAPE_OR_VIEW_PROPERTIES = VIEW_PROPERTIES | SHAPE_PROPERTIES
 
 @dataclass
 class UnitCalls:
-    """The calls of the tensor units in a recorded step, and reads of their parameters outside of them.
+    """The calls of the tensor units in a recorded step, and reads of their parameters outside of them."""
 
-    Attributes:
-        arguments: Positional and keyword arguments of one call of each unit that is called.
-        read_outside: For each unit, FQNs inside it of parameters that code outside of it reads.
-        running: FQNs of the units that are running.
-    """
-
-    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    read_outside: dict[str, set[str]] = field(default_factory=dict)
-    running: list[str] = field(default_factory=list)
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)  # of one call each
+    read_outside: dict[str, set[str]] = field(default_factory=dict)  # unit -> parameters that other code reads
+    running: list[str] = field(default_factory=list)  # FQNs of the units that are running
 
 
 @contextlib.contextmanager
 def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.Module]) -> Iterator[UnitCalls]:
-    """Records the calls of units while a step is recorded in this context.
-
-    Args:
-        units: The tensor units.
-        pipeline_units: Modules that the recording runs as one operation; reads inside of them are recorded here.
-    """
+    """Records the calls of units, and reads in modules that run as one operation, while a step is recorded inside."""
     calls = UnitCalls()
     running = calls.running
 
@@ -70,7 +59,7 @@ def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn
                 if inner == fqn or inner.startswith(fqn + ".")
                 for name, parameter in unit.named_parameters()
             }
-            with _OutsideReads(owners, running, calls):
+            with _OutsideReads(owners, calls):
                 return forward(*args, **kwargs)
 
         return recorded
@@ -86,9 +75,9 @@ def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn
 class _OutsideReads(TorchFunctionMode):
     """A function mode that records parameters which are read while their unit does not run."""
 
-    def __init__(self, owners: Mapping[int, tuple[str, str]], running: list[str], calls: UnitCalls) -> None:
+    def __init__(self, owners: Mapping[int, tuple[str, str]], calls: UnitCalls) -> None:
         super().__init__()
-        self._owners, self._running, self._calls = owners, running, calls
+        self._owners, self._calls = owners, calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,7 +86,7 @@ class _OutsideReads(TorchFunctionMode):
             for leaf in flatten_call(args, kwargs)[0]:
                 if id(leaf) in self._owners:
                     unit, name = self._owners[id(leaf)]
-                    if unit not in self._running:
+                    if unit not in self._calls.running:
                         self._calls.read_outside.setdefault(unit, set()).add(name)
         return func(*args, **kwargs)
 
@@ -128,27 +117,16 @@ _OTHER_READERS = frozenset({"argmax"})
 
 @dataclass
 class WeightUse:
-    """The uses of one weight in a step.
+    """The uses of one weight in a step."""
 
-    Attributes:
-        dims: The dims along which it is used as a vocabulary.
-        is_table: Whether it is looked up.
-        is_head: Whether something is multiplied by it.
-        reads_loss: Whether a loss reads the product, as logits.
-        reads_others: Description of another reader of the product; empty if none.
-        biases: Parameters that are added to the product.
-        outside: Whether code outside of its unit uses it.
-        other: Description of another use of the weight; empty if none.
-    """
-
-    dims: set[int] = field(default_factory=set)
-    is_table: bool = False
-    is_head: bool = False
-    reads_loss: bool = False
-    reads_others: str = ""
-    biases: set[str] = field(default_factory=set)
-    outside: bool = False
-    other: str = ""
+    dims: set[int] = field(default_factory=set)  # the dims along which it is used as a vocabulary
+    is_table: bool = False  # whether it is looked up
+    is_head: bool = False  # whether something is multiplied by it
+    reads_loss: bool = False  # whether a loss reads the product, as logits
+    reads_others: str = ""  # description of another reader of the product; empty if none
+    biases: set[str] = field(default_factory=set)  # parameters that are added to the product
+    outside: bool = False  # whether code outside of its unit uses it
+    other: str = ""  # description of another use of the weight; empty if none
 
 
 class VocabularyUses(TorchFunctionMode):

@@ -4,13 +4,15 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from harness.fits import trainer_of
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks import MemoryMonitor
+from lightning_hybrid.callbacks import MemoryMonitor, ThroughputMonitor
 from lightning_hybrid.callbacks.monitors.holders import PeakMeter
 from lightning_hybrid.errors import is_out_of_memory
 from models.cases import Samples, make
@@ -42,14 +44,14 @@ class Records(CSVLogger):
         self.seen = {**getattr(self, "seen", {}), **metrics}
 
 
-def fit(devices, options, monitor, folder, module=None, **arguments):
+def fit(devices, options, monitor, folder, module=None, further=(), **arguments):
     ignore_warnings()
     module = module or make(Stack)
     logger = Records(folder)
     loader = DataLoader(Samples(module.kind, 8 * BATCH), batch_size=BATCH)
     strategy = None if options is None else Hybrid3DStrategy(**options)
     defaults = {"max_steps": 3, "logger": logger, "default_root_dir": folder}
-    trainer_of(devices, strategy, [monitor], **{**defaults, **arguments}).fit(module, loader)
+    trainer_of(devices, strategy, [monitor, *further], **{**defaults, **arguments}).fit(module, loader)
     return monitor.measured, getattr(logger, "seen", {})
 
 
@@ -105,6 +107,27 @@ def test_each_rank_holds_what_is_predicted(worlds, tmp_path, options):
         assert abs(rank["optimizer_states"] - rank["predicted_optimizer_states"]) <= 4 * 64
         assert seen[f"memory/peak/rank_{number}"] == rank["peak"]
     assert sum(rank["parameters"] for rank in ranks) == parameter_bytes()
+
+
+class OfUser(Callback):
+    """Where it runs, the default process group has replicas alone."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        assert dist.get_world_size() == 1
+
+
+def beside_others(devices, options, folder):
+    memory, throughput = MemoryMonitor(), ThroughputMonitor(window_size=2)
+    _, seen = fit(devices, options, memory, folder, further=[OfUser(), throughput], log_every_n_steps=1)
+    counts = dict(throughput._sent.counts)
+    return memory.measured, seen, counts["pipeline"]
+
+
+def test_ranks_are_counted_beside_callbacks_of_the_user(worlds, tmp_path):
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 1}
+    (ranks, seen, first), (_, _, last) = worlds.run(2, beside_others, 2, options, str(tmp_path))
+    assert len(ranks) == 2 and seen["memory/peak"] == max(rank["peak"] for rank in ranks)
+    assert seen["train/sent_bytes/pipeline"] == pytest.approx((first + last) / 2, abs=1)
 
 
 def test_largest_holders_are_named_and_the_error_goes_on(tmp_path):

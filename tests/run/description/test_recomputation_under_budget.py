@@ -10,7 +10,7 @@ from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.planning.plan import make_plan
 from lightning_hybrid.predict.ranks import RankMemory
-from lightning_hybrid.run.description.memory import expected_recomputation
+from lightning_hybrid.techniques.recompute import expected_recomputation
 from models.cases import Samples, make
 from models.hand_written import Layers
 

@@ -26,9 +26,9 @@ from lightning_hybrid.run.description.lines import (
     describe_embeddings,
     describe_environment,
     describe_memory,
-    describe_offload_on_cpu,
 )
 from lightning_hybrid.run.description.table import _file_and_line
+from lightning_hybrid.techniques.offload import Offload
 from lightning_hybrid.techniques.zero import Zero
 from models.tiny import Tiny, loader
 
@@ -252,13 +252,12 @@ def test_batch_norm_line_has_both_numbers_of_samples(microbatches, replicas, lay
     [
         ("cpu", {"optimizer_states": "cpu"}, True),
         ("cpu", {"optimizer_states": "disk:/x"}, False),
-        ("cpu", {}, False),
         ("cuda", {"optimizer_states": "cpu"}, False),
     ],
 )
 def test_offload_to_the_host_is_said_to_change_nothing_on_a_cpu_device(device, offloaded, says):
-    setting = SimpleNamespace(device=torch.device(device), options=SimpleNamespace(offloaded=offloaded))
-    lines = describe_offload_on_cpu(setting)
+    run = SimpleNamespace(setting=SimpleNamespace(device=torch.device(device)))
+    lines = Offload(offloaded).lines(run)[1:]
     assert lines == ["offload: 'cpu' changes no memory on a CPU device; 'disk:PATH' does"] * says
 
 

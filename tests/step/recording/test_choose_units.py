@@ -69,7 +69,7 @@ class Mixture(nn.Module):
 
 def test_a_mixture_is_one_unit_where_ranks_share_its_experts():
     root = nn.Sequential(nn.Linear(8, 8), Mixture())
-    assert list(UnitChoice(root, 2, shares_experts=True).choose()) == ["0", "1"]
+    assert list(UnitChoice(root, 2, closes_mixtures=True).choose()) == ["0", "1"]
     assert "1.experts.0" in UnitChoice(root, 2).choose()
     layers = nn.ModuleDict({"first": nn.Linear(8, 8), "stack": nn.ModuleList(nn.Linear(8, 8) for _ in range(4))})
-    assert "1.stack.3" in UnitChoice(nn.Sequential(nn.Linear(8, 8), layers), 2, shares_experts=True).choose()
+    assert "1.stack.3" in UnitChoice(nn.Sequential(nn.Linear(8, 8), layers), 2, closes_mixtures=True).choose()

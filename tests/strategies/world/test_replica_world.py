@@ -336,3 +336,34 @@ def test_mesh_is_the_same_in_every_hook(worlds, sizes, mesh_of):
         assert len(seen) == 6
         for hook, found in seen.items():
             assert found == (places, [data, tensor], mesh, [len(column), len(row)]), (rank, hook)
+
+
+# --- callbacks that change during a run ------------------------------------------------------------------------------
+
+
+class SeesWorld(Callback):
+    def on_after_backward(self, trainer, pl_module):
+        pl_module.seen.append((dist.get_world_size(), dist.get_rank()))
+
+
+class SwapsCallback(Regressor):
+    """Puts a callback in the place of another, for a hook that was empty before."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.seen = []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def on_fit_start(self):
+        self.trainer.callbacks.append(Callback())
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.trainer.callbacks[-1] = SeesWorld()
+
+
+def test_callback_that_replaces_another_sees_its_replicas(worlds):
+    assert_matches_ddp(worlds, SwapsCallback)

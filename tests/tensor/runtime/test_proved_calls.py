@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import numpy
 import pytest
@@ -12,6 +13,24 @@ from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.tensor.runtime.proved import ProvedCalls, dims_of_several, value_read_in
 
 MADE = []
+
+
+class Alone:
+    """A sharded unit on one rank, as far as checks of its forwards ask it."""
+
+    def set_path(self, path):
+        pass
+
+    def meet(self, error):
+        pass
+
+    def any_rank(self, vote):
+        return vote
+
+
+def checks_of(layer, args):
+    isolated = partial(torch.random.fork_rng, devices=())
+    return ProvedCalls(layer, frozenset(dims_of_several(args)), Alone(), lambda *call: frozenset(), isolated)
 
 
 class Saves(nn.Module):
@@ -30,7 +49,7 @@ class Saves(nn.Module):
 def test_graph_of_a_trial_is_freed():
     layer = Saves()
     args = (torch.ones(2, 3, requires_grad=True),)
-    calls = ProvedCalls(layer, frozenset(dims_of_several(args)), note=lambda _: None, agree=lambda seen: seen)
+    calls = checks_of(layer, args)
     assert calls.first_deviation(layer.forward, layer.forward, args, {}) == ""
     gc.collect()
     assert MADE and all(made() is None for made in MADE)
@@ -53,7 +72,7 @@ class Keeps(nn.Module):
 
 def first_deviation(sharded, *args):
     layer = Keeps()
-    calls = ProvedCalls(layer, frozenset(dims_of_several(args)), note=lambda _: None, agree=lambda seen: seen)
+    calls = checks_of(layer, args)
     found = calls.first_deviation(lambda *args: sharded(layer, *args), layer.forward, args, {})
     assert layer.kept == {} and layer.steps == layer.largest == 0
     return found

@@ -7,7 +7,7 @@ from torch.nn.utils import parametrizations
 
 from lightning_hybrid.params.placement import Replicated
 from lightning_hybrid.tensor.runtime.linears import RegionInputs
-from lightning_hybrid.tensor.search.model import plan_units
+from lightning_hybrid.tensor.search.model import ModelSearch
 from lightning_hybrid.tensor.search.uses import record_calls
 
 
@@ -39,7 +39,7 @@ def test_many_small_linears_are_most_of_a_module():
     with record_calls(units, units) as calls:
         for unit in units.values():
             x = unit(x)
-    assert all(plan.num_sharded for plan in plan_units(root, units, calls, {}, 2).values())
+    assert all(plan.num_sharded for plan in ModelSearch(root, units, calls, {}, 2).plans().values())
 
 
 @pytest.mark.parametrize(("width", "is_full"), [(64, True), (8, False)])
@@ -49,7 +49,7 @@ def test_isolated_small_linear_stays_full(width, is_full):
     units = dict(root.named_children())
     with record_calls(units, units) as calls:
         root["head"](root["block"](torch.rand(3, width)))
-    plans = plan_units(root, units, calls, {}, 2)
+    plans = ModelSearch(root, units, calls, {}, 2).plans()
     assert plans["block"].num_sharded == 3
     assert (plans["head"].placements["weight"] == Replicated()) is is_full
     assert plans["head"].replicated_reasons.get("weight") == (
@@ -65,5 +65,5 @@ def test_planning_does_not_read_computed_weights():
         for unit in units.values():
             x = unit(x)
     before = {name: buffer.clone() for name, buffer in root.named_buffers()}
-    plan_units(root, units, calls, {}, 2)
+    ModelSearch(root, units, calls, {}, 2).plans()
     assert before and all(torch.equal(buffer, before[name]) for name, buffer in root.named_buffers())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.tensor.search import cache as cache_file
 from lightning_hybrid.tensor.search.cache import FILE_NAME, PlanCache, to_json
-from lightning_hybrid.tensor.search.model import plan_units
+from lightning_hybrid.tensor.search.model import ModelSearch
 from lightning_hybrid.tensor.search.requests import Request, UnitRequests
 from lightning_hybrid.tensor.search.uses import UnitCalls
 from models.tensor_blocks import BLOCKS, BiasedAttention, Block, FusedAttention, GroupedQueries, tokens
@@ -218,7 +218,7 @@ def test_equal_layers_share_a_plan_that_is_read_once(tmp_path):
         units = {f"{k}": unit for k, unit in enumerate(root)}
         calls = UnitCalls({fqn: ((tokens(),), {}) for fqn in units})
         plans = PlanCache(tmp_path)
-        made = plan_units(root, units, calls, {}, 2, plans.find)
+        made = ModelSearch(root, units, calls, {}, 2, plans.find).plans()
         plans.save()
         return made, (plans.num_searched, plans.num_read)
 

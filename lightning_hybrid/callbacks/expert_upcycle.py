@@ -207,13 +207,11 @@ class MoEUpcycle(Callback):
         self._undo.close()
         self._undo.callback(around_method(pl_module, "training_step", _add_losses, reason="adds balance losses"))
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Unwraps the module's `training_step`."""
         self._undo.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Unwraps the module's `training_step`."""
-        self._undo.close()
+    on_exception = teardown
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the names of the upcycled layers, so that Lightning warns if resumed without this callback."""

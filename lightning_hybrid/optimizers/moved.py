@@ -20,7 +20,7 @@ from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.tensors import is_absent
 
 
-class OffloadedStates(ABC):
+class MovedStates(ABC):
     """The states of one optimizer; some of them, or of their parameters, are on the host or in a file.
 
     Attributes:
