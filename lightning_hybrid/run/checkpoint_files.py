@@ -52,6 +52,7 @@ class CheckpointFiles:
         self._background = BackgroundSave()
         self._reading_shards = contextlib.ExitStack()  # when closed, Lightning's checkpoints read full states
         self._buffers: HostBuffers | None = None  # of the run, once it saves beside training
+        self._is_connected = False
         self._writers: tuple[Any, ProcessGroup | None] | None = None
         self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
@@ -60,6 +61,7 @@ class CheckpointFiles:
     ) -> None:
         """Bind to one run: its module, ranks and state, and its options, which are planned by now."""
         self._module, self._world, self._state, self._options = module, world, state, options
+        self._is_connected = True
 
     def adopt_seed(self, seed: int) -> int:
         """Return the seed of the loaded checkpoint, or of an earlier run; the agreed one if there is none."""
@@ -241,7 +243,8 @@ class CheckpointFiles:
         """Wait for the checkpoint being written at the end of a run."""
         self._buffers = None
         self.wait()
-        if self._state.is_full or self._state.has_failed:  # else checkpoints after the run are of shards too
+        ends_in_shards = self._is_connected and not (self._state.is_full or self._state.has_failed)
+        if not ends_in_shards:  # else checkpoints after the run are of shards too
             self._reading_shards.close()
 
     # -- loading ------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class _Described:
             memory = dataclasses.replace(memory, messages=bytes_of_casts(run))
         messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count)]
         messages += self._units.messages(self._assignment, set(stages), self._count, _place(run))
-        sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "offloaded"}
+        sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "places"}
         described = {
             "rank": rank,
             "node": rank // self._per_node,

@@ -88,7 +88,7 @@ class RegionMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Rewrite no operations inside: those of sharded linears."""
+        """Rewrite no operations of sharded linears inside."""
         self._paused = True
         try:
             yield
