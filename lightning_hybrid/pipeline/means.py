@@ -36,9 +36,8 @@ from lightning_hybrid.batch.split import (
     without_last_sample,
 )
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.pipeline.compare import trained_without_draws
 from lightning_hybrid.pipeline.logs import LogCapture
-from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
+from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as, undone_runs
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
@@ -190,11 +189,11 @@ class LossMeanWeights:
         """
         shares = self.of(call, given) or [{} for _ in given.parts]
         root, names, totals = self._plan.root, self._plan.names(), [0.0, 0.0]
-        with trained_without_draws(root, self._plan.randomness, []) as undo:
+        with undone_runs(root, self._plan.randomness) as runs:
             with torch.no_grad(), call.context(), LogCapture(1).microbatch(root, 0):
                 full = find_loss(call.on(copied_batch(given.batch))())
                 dtype = rounded_as(full)
-            if not undo():
+            if not runs.undo():
                 return None
             for index, (variant, part, weight) in enumerate(
                 zip(given.variants, given.parts, given.weights, strict=True)
@@ -204,7 +203,7 @@ class LossMeanWeights:
                     with call.dry_run(self._plan, [replay], index) as current:
                         run = replay.run(call.on(copied_batch(part)), {}, names, current, of_means)
                     totals[which] += weight * float(run.made[variant.loss].detach())
-                    undo()
+                    runs.undo()
         return ComparedLoss(float(full), totals[0], totals[1], dtype)
 
     def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
