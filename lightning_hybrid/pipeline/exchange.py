@@ -146,11 +146,8 @@ class StepResultExchange:
     def finish(self, runs: Mapping[int, StageRun]) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
         """Broadcast the tensors, after ``wait``.
 
-        Args:
-            runs: As for ``begin``.
-
-        Returns:
-            Each logged entry with its number, and by microbatch the exchanged values by index, in their full shapes.
+        Returns each logged entry with its number, and by microbatch the exchanged values by index, in their full
+        shapes.
         """
         numbers, logged = iter(self._numbers), []
         guessed = iter(self._numbers[-sum(len(entry.values) for entry in self._entries) :])
@@ -193,20 +190,9 @@ def join_results(
     side_effects: SideEffectRun | None,
     root: nn.Module,
 ) -> tuple[Any, Tensor | None]:
-    """Fill absent tensors, and join the microbatches.
+    """Fill absent tensors, and join the microbatches: what the step returns, of the full batch, and its scalar loss.
 
-    Args:
-        call: The call of the step.
-        given: Its microbatches.
-        runs: Their runs on this rank.
-        content: The exchanged values of each microbatch, by index, in their full shapes.
-        weights: The weight of each microbatch.
-        appended: Joins what they have appended to lists.
-        side_effects: The run of a step that keeps numbers of the model.
-        root: The user's module.
-
-    Returns:
-        What the step returns, tensors in it of the shapes of the full batch, and its loss, a scalar.
+    ``content`` has the exchanged values of each microbatch, by index, in their full shapes.
     """
     outputs = []
     for run, values in zip(runs, content, strict=True):

@@ -47,13 +47,9 @@ class SideEffectRun:
         self._watched = [(tensor, tensor._version) for tensor in tensors_inside(batch)]
 
     def returned(self, contents: Mapping[int, Tensor]) -> Any:
-        """Run the step again, and return its output.
+        """Run the step again, and return its output; ``StepError`` if it cannot run so.
 
-        Args:
-            contents: The values of the model that all ranks have, by index, in their shapes.
-
-        Raises:
-            StepError: The step cannot run so.
+        ``contents`` are the values of the model that all ranks have, by index, in their shapes.
         """
         kept = self._variant.recording.numbers_kept
         if any(tensor._version != version for tensor, version in self._watched):
@@ -175,7 +171,7 @@ class EvaluationTrials:
     """Tries each step of evaluation once, on the samples of two microbatches of its first batch."""
 
     def __init__(self, trial: Callable[[Call, int], StepResult]) -> None:
-        """Prepare. Args: trial: Runs a call in a number of microbatches, and undoes it; collective."""
+        """Prepare; ``trial`` runs a call in a number of microbatches, and undoes it; collective."""
         self._trial = trial
         self._tried: set[str] = set()
 
@@ -234,8 +230,7 @@ class LogRun:
     def numbers(self, read: Mapping[int, float]) -> dict[Key, float]:
         """The numbers that the step logs of its batch and of what it reads, without numbers of its graph.
 
-        Args:
-            read: The numbers of the full batch, by index in ``reads``; NaN where they are not known.
+        ``read`` has the numbers of the full batch, by index in ``reads``; NaN where they are not known.
         """
         graph, logs = self._full.recording.graph, LogCapture(1)
         contents = {

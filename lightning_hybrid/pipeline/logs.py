@@ -99,10 +99,7 @@ class Entry:
     def combine(self, weights: Sequence[float], counts: Sequence[int | None], over: str = "") -> float:
         """The value of the batch, from the microbatches' values; ``reduce_fx`` then reduces over batches and replicas.
 
-        Args:
-            weights: Weights of all microbatches; the values of those that have not logged it are NaN.
-            counts: Their numbers of samples.
-            over: How the value depends on the samples, where it is known: "sum", "max", "min", "mean".
+        ``over`` is how the value depends on the samples, where it is known: "sum", "max", "min", "mean".
         """
         logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
         values = [self.values[index] for index in logged]

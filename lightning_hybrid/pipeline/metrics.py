@@ -176,13 +176,9 @@ def gather_over_replicas(
 ) -> Callable[[], None]:
     """Let metrics without a function or group of the user's gather their states over replicas; returns the undo.
 
-    All metrics do so, since copies, and those in plain lists, are no modules of ``root``.
-
-    Args:
-        root: The user's module, whose metrics messages name.
-        replicas: The ranks with different batches.
-        meet: Waits until the ranks of a group are about to make a call, and raises where some do not.
-        launcher_world: Entered around collectives: torchmetrics asks for its rank in a group, counted from the world's.
+    All metrics do so, since copies, and those in plain lists, are no modules of ``root``. ``meet`` is as for
+    ``MetricSync``; ``launcher_world`` is entered around collectives: torchmetrics asks for its rank in a group, counted
+    from the world's.
     """
 
     def sync(

@@ -122,8 +122,7 @@ class StepRunner(MicrobatchRunner):
     def run(self, call: Call) -> StepResult:
         """Run one step of the user's module on a full batch.
 
-        Raises:
-            StepBroken: A training step diverges from its recording; all its effects are rolled back.
+        ``StepBroken`` is raised where a training step diverges from its recording; all its effects are rolled back.
         """
         assert not call.is_manual, "a step with manual optimization is never partitioned into stages"
         if call.name in self.unpartitioned.names:
@@ -306,13 +305,7 @@ class StepRunner(MicrobatchRunner):
     def select_next_traces(self, call: Call, around: Callable[[bool], AbstractContextManager[Any]]) -> None:
         """Select the traces of the next training batch, by a dry run where needed, so that its step can run.
 
-        Args:
-            call: The call of the step.
-            around: Entered meanwhile; receives whether the traces are cached. If not, user code runs inside.
-
-        Raises:
-            StepError: The step cannot be recorded.
-            PartitionError: It cannot be partitioned, or not as the first step was.
+        ``around`` is entered meanwhile, and receives whether the traces are cached; if not, user code runs inside.
         """
         first = self._replica * self.count(call.name, call.batch)
         self._next = None

@@ -68,19 +68,11 @@ class UnpartitionedSteps:
         has_recorded: Callable[[], None],
         fails_alone: Callable[[], bool],
     ) -> None:
-        """Set up for one module.
+        """Set up for one module, whose local shards ``parts`` returns; ranks of a ``replica`` receive the same batch.
 
-        Args:
-            root: The user's module.
-            plan: The ranks of the pipeline that own each parameter.
-            parts: Returns the local shards of the parameters.
-            replica: All ranks that receive the same batch.
-            randomness: Keys the random numbers of steps.
-            meet: As for ``HookAgreement``.
-            room: Returns how many bytes gathered parameters may take in a step on this rank.
-            warn: Called once with the name of a step that cannot be partitioned, and the reason.
-            has_recorded: Called after each step that this rank has recorded.
-            fails_alone: Returns whether another rank of the replica has recorded a step that this one could not.
+        ``room`` returns how many bytes gathered parameters may take in a step on this rank; ``warn`` is called once
+        with the name of a step that cannot be partitioned, and the reason; ``fails_alone`` returns whether another rank
+        of the replica has recorded a step that this one could not.
         """
         self.names: set[str] = set()
         self.has_stale_copies = True
@@ -138,14 +130,7 @@ class UnpartitionedSteps:
     def run(self, call: Call) -> tuple[Any, list[tuple[Entry, float]]]:
         """Run a step on its batch; collective over the replica.
 
-        Args:
-            call: The call of the step.
-
-        Returns:
-            The output, and the logged entries with the values of the first rank.
-
-        Raises:
-            RanksDisagree: The ranks run different operations.
+        Returns the output, and the logged entries with the values of the first rank.
         """
         logs, agree_on = LogCapture(1), partial(self._agreement.agree_on, call.name)
         room = self._common_room()

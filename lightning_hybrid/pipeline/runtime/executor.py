@@ -356,12 +356,7 @@ def _takes_gradient(value: Tensor) -> bool:
 
 
 def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:
-    """Fill the absent tensors that user code may still reference with their content.
-
-    Args:
-        run: A finished run.
-        content: Detached tensors by value index, in the shapes of the values; the other values stay absent.
-    """
+    """Fill absent tensors that user code may still reference with detached ``content``, by index, in their shapes."""
     filled: set[int] = set()
     for index, placeholder in run.placeholders:
         if index in content and id(placeholder) not in filled:

@@ -124,11 +124,8 @@ class ContainerClassRegistered(BaseException):
 def register_container_class(leaf: Any) -> None:
     """Register the class of an object that a layer returns as a container if it has values of the model inside.
 
-    Args:
-        leaf: The object. One with nested objects, such as a cache that layers write into, stays a leaf.
-
-    Raises:
-        ContainerClassRegistered: The class has been registered.
+    One with nested objects, such as a cache that layers write into, stays a leaf. ``ContainerClassRegistered`` is
+    raised where the class has been registered.
     """
     kind = type(leaf)
     if kind in _LEAF_TYPES or kind in _OPENED or isinstance(leaf, Tensor | nn.Module) or not hasattr(leaf, "__dict__"):

@@ -206,8 +206,7 @@ class BranchCheck:
     ) -> None:
         """Compare a recording of ``step`` with others, which ``record_again`` makes with other numbers for those read.
 
-        Raises:
-            ControlFlowError: The step runs other operations when the numbers differ; in ``context``.
+        ``ControlFlowError`` is raised, in ``context``, where the step runs other operations when the numbers differ.
         """
         if not recording.numbers_read:
             return

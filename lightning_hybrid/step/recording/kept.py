@@ -119,11 +119,7 @@ def list_containing(location: AttributePath, lengths: Mapping[ListPath, int]) ->
 
 
 def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read_at: str) -> None:
-    """Check that no number of the model that only other ranks have stays on the modules after a step.
-
-    Raises:
-        StepError: A number does; the last one was read at the line ``read_at``.
-    """
+    """Refuse a number of the model that only other ranks have and that stays on the modules, read at ``read_at``."""
     for location, leaf in reachable_leaves(root, skippable_modules(root, recordings)):
         if has_absent_content(leaf):
             raise StepError(
@@ -147,12 +143,8 @@ def why_not_mergeable(
 ) -> str:
     """Why the kept values of the batch cannot be merged from the microbatches'; empty if they can.
 
-    Args:
-        recording: Recording of the step on a microbatch.
-        samples: Number of samples of the microbatch, if known.
-        full: Recording of the step on the full batch, if it appends to lists and can be recorded there.
-        total: Number of samples of the batch, if known.
-        is_returned: Whether the output of the step is read.
+    ``recording`` is that of a microbatch of ``samples``; ``full`` that of the batch of ``total``, if the step appends
+    to lists and can be recorded there.
     """
     graph = recording.graph
     if recording.kept_elsewhere:

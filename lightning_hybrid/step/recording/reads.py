@@ -35,8 +35,7 @@ from lightning_hybrid.step.tracing.recording import ReturnedTensor
 def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
     """The values from which the numbers among the arguments of an operation were read.
 
-    Raises:
-        StepError: The values behind a number are unknown; it was read at the line ``read_at``.
+    ``StepError`` is raised where those behind a number are unknown; it was read at the line ``read_at``.
     """
     found = [values for leaf in leaves if (values := source_values(leaf)) is not None]
     lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and source_values(leaf) is None]
@@ -112,11 +111,7 @@ def number_in_buffer(root: nn.Module, before: ModuleSnapshot, without: Collectio
 
 
 def refuse_number_in_buffer(root: nn.Module, before: ModuleSnapshot, read_at: str) -> None:
-    """Check that a step that is to be replayed has written no number read from the model into a buffer.
-
-    Raises:
-        StepError: It has; other pipeline stages do not have the number, which was read at the line ``read_at``.
-    """
+    """Refuse a step that is to be replayed and has written a number, read at the line ``read_at``, into a buffer."""
     if read_at and (name := number_in_buffer(root, before)):
         raise StepError(
             f"{read_at}: the step writes a number read from the model into buffer {name!r}, which other pipeline stages"

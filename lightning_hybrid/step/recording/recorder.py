@@ -335,8 +335,8 @@ def run_event_on_stand_ins(
 ) -> Any:
     """Run an operation or a unit that fake kernels cannot run while a step is recorded, by ``run_on_stand_ins``.
 
-    Raises:
-        UncapturedOutput: A unit computes a number of stand-ins, a plain float on which Python lets code branch.
+    ``UncapturedOutput`` is raised where a unit computes a number of stand-ins, a plain float on which Python lets code
+    branch.
     """
     if not name.startswith("@"):
         return run_on_stand_ins(run, args, kwargs, error)

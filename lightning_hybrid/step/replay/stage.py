@@ -155,16 +155,10 @@ class StageReplay:
     ) -> StageRun:
         """Run ``step`` on one microbatch, and execute only the operations of this stage.
 
-        Args:
-            step: Runs the user's step.
-            received: Full tensors that other stages sent, by value index; of any shapes.
-            parameters: FQN by id of all parameters and tracked buffers of the module.
-            current: The run in progress, from ``instrumented``.
-            shares: Weights of operations that average, by node index.
-            metrics: Metrics of the full batch, where this is one of several microbatches.
-
-        Raises:
-            StepChanged: The step ran other operations than when it was recorded.
+        ``received`` are full tensors that other stages sent, of any shapes, by value index; ``parameters`` FQNs of all
+        parameters and tracked buffers by id; ``shares`` weights of operations that average, by node index. ``metrics``
+        are given where this is one of several microbatches. ``StepChanged`` is raised where the step runs other
+        operations than recorded.
         """
         watch = self.watch(received, parameters)
         watch.shares, watch.metrics = shares or {}, metrics
