@@ -23,7 +23,8 @@ from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.full_batch import SideEffectRun
 from lightning_hybrid.pipeline.kept import AppendedEntries
-from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, MeasuredLogs, describe_unexplained, keyed
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, describe_unexplained, keyed
+from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
@@ -47,7 +48,7 @@ class StepResultExchange:
         logs: LogCapture,
         weights: Sequence[float],
         metrics: FullBatchMetrics,
-        weighting: MeasuredLogs,
+        weighting: LossWeighting,
     ) -> None:
         """Prepare the exchange."""
         self._plan, self._call, self._given, self._sizes = plan, call, given, given.sizes

@@ -21,7 +21,6 @@ from lightning_hybrid.batch.means import matching_values
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import PartitionError, StepError
-from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
 from lightning_hybrid.pipeline.measure import is_same
 from lightning_hybrid.pipeline.runner import StepResult
@@ -261,10 +260,10 @@ class LogRuns:
         """The run of a step whose microbatches have these traces; None if it would log what they log."""
         first = variants[0]
         logged = first.recording.logged
-        if len(variants) == 1 or not logged or first in self._needless or _differ(variants):
+        if len(variants) == 1 or not logged or first in self._needless or differ(variants):
             return None
         full = self._traces.trace_of_full_batch(call, batch)
-        if full is None or _differ((first, full)):
+        if full is None or differ((first, full)):
             return None
         if any(node.sized_by == "values of the model" for node in full.recording.graph.nodes):  # it guesses sizes
             return None
@@ -278,10 +277,7 @@ class LogRuns:
         return LogRun(self._plan, call, given, pairs, full)
 
 
-def _differ(variants: Sequence[TraceVariant]) -> bool:
+def differ(variants: Sequence[TraceVariant]) -> bool:
+    """Whether microbatches with these traces run different operations."""
     first, *others = (variant.recording.graph for variant in dict.fromkeys(variants))
-    return any(_operations(other) != _operations(first) for other in others)
-
-
-def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...]]]:
-    return [(node.name, node.inputs) for node in graph.nodes]
+    return any(other.operations != first.operations for other in others)

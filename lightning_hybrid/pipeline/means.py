@@ -36,6 +36,7 @@ from lightning_hybrid.batch.split import (
     without_last_sample,
 )
 from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.pipeline.full_batch import differ
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as, undone_runs
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
@@ -208,18 +209,14 @@ class LossMeanWeights:
 
     def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
         """Whether microbatches run different operations, and some average over a data-dependent count."""
-        graphs = [variant.assignment.graph for variant in dict.fromkeys(variants)]
-        differ = any(_operations(graph) != _operations(graphs[0]) for graph in graphs[1:])
-        return differ and any(data_dependent_means(graph, sizes_differ=False) for graph in graphs)
+        graphs = (variant.assignment.graph for variant in dict.fromkeys(variants))
+        return differ(variants) and any(data_dependent_means(graph, sizes_differ=False) for graph in graphs)
 
     def _terms_of(self, variants: Sequence[TraceVariant]) -> frozenset[int]:
         key = tuple(dict.fromkeys(variants))
         if key not in self._terms:
-            graphs = [variant.assignment.graph for variant in key]
-            same_structure = all(_operations(graph) == _operations(graphs[0]) for graph in graphs[1:])
-            self._terms[key] = (
-                data_dependent_means(graphs[0], sizes_differ=len(graphs) > 1) if same_structure else frozenset()
-            )
+            graph, sizes_differ = key[0].assignment.graph, len(key) > 1
+            self._terms[key] = frozenset() if differ(key) else data_dependent_means(graph, sizes_differ=sizes_differ)
         return self._terms[key]
 
     def _full_batch_divisors(self, call: Call, given: Microbatches, divisions: set[int]) -> Mapping[int, float]:
@@ -329,10 +326,6 @@ def _contains_any(batch: Any, numbers: Collection[int]) -> bool:
 
 def _number(count: Tensor | float) -> Tensor:
     return torch.as_tensor(count).detach().double().cpu().reshape(())
-
-
-def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(node.name, node.inputs, node.outputs) for node in graph.nodes]
 
 
 def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[int]:

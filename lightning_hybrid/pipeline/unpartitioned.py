@@ -29,7 +29,7 @@ from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_owners
 from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import flatten, map_tensors
 from lightning_hybrid.step.objects.tensors import detached_copy
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -204,11 +204,7 @@ def _owners(plan: StagePlan) -> dict[str, int]:
 
 
 def _plain(module: nn.Module) -> Mapping[str, Any]:
-    return {name: map_leaves(_detached, v) for name, v in vars(module).items() if name[:1] != "_" and _is_plain(v)}
-
-
-def _detached(leaf: Any) -> Any:
-    return detached_copy(leaf) if isinstance(leaf, Tensor) else leaf
+    return {name: map_tensors(detached_copy, v) for name, v in vars(module).items() if name[:1] != "_" and _is_plain(v)}
 
 
 def _is_plain(value: Any) -> bool:

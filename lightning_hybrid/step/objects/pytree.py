@@ -78,6 +78,11 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return unflatten([function(leaf) for leaf in leaves], spec)
 
 
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to each tensor, of any shape, among its leaves."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
 def _build(leaves: list[Any], start: int, spec: Spec | None) -> tuple[Any, int]:
     if spec is LEAF:
         return leaves[start], start + 1

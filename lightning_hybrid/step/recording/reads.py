@@ -25,7 +25,7 @@ from lightning_hybrid.step.module_state.snapshots import (
     reachable_leaves,
 )
 from lightning_hybrid.step.objects.names import SIZED_BY_DATA
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import flatten, map_tensors
 from lightning_hybrid.step.standins.numbers import is_absent_number, line_of_read, source_values
 from lightning_hybrid.step.standins.tensors import MARK
 from lightning_hybrid.step.tracing.mode import StepMode, user_line
@@ -92,11 +92,7 @@ def find_escaped_values(
 
 def describe_tensors(value: Any, watch: StepMode) -> Any:
     """A kept or returned value with a ``ReturnedTensor`` in place of each tensor."""
-
-    def described(leaf: Any) -> Any:
-        return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(described, value)
+    return map_tensors(lambda tensor: ReturnedTensor(tuple(tensor.shape), watch.mark_of(tensor)), value)
 
 
 def number_in_buffer(root: nn.Module, before: ModuleSnapshot, without: Collection[nn.Module] = ()) -> str:

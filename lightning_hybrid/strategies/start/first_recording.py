@@ -229,7 +229,7 @@ def _measured(
         found = LossWeighting(differing=(differing.full, differing.by_samples))
     first = runner.plan.first
     is_nonlinear = first is not None and (first.recording.has_functions or first.recording.has_hooks)
-    compared = comparison.with_gradients(found, halves(call.batch, 2), is_nonlinear=is_nonlinear)
+    weighed = comparison.with_gradients(found, halves(call.batch, 2), is_nonlinear=is_nonlinear)
     if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss
-        found = compared
+        found = weighed
     return found._replace(unexplained=measured.unexplained), uses_means, not had_no_room
