@@ -8,6 +8,7 @@ of a momentum teacher); such a step runs on the batch, unsplit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -61,18 +62,10 @@ class RecordedCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class KeptValues(NamedTuple):
-    """Values that a step keeps on its modules: the fields of these names of a ``Recording``."""
-
-    appended: tuple[Any, ...] = ()
-    kept_elsewhere: str = ""
-    kept_batch_tensors: tuple[tuple[AttributePath, tuple[int, ...]], ...] = ()
-
-
-def find_kept_values(
+def with_kept_values(
     root: nn.Module, before: ModuleSnapshot, old: Sequence[Any], watch: StepMode, recording: Recording
-) -> KeptValues:
-    """Find the values that a recorded step appends to lists, and the values that it keeps in other ways.
+) -> Recording:
+    """Add to a recording the values that its step appends to lists, and the values that it keeps in other ways.
 
     ``before`` is the state of the modules before the step, and ``old`` the leaves that were reachable from them then.
     """
@@ -87,7 +80,7 @@ def find_kept_values(
         elif isinstance(leaf, Tensor) and leaf.dim() and not is_absent(leaf):
             of_batch[location] = tuple(leaf.shape)
     if not kept and not of_batch:
-        return KeptValues()
+        return recording
     lists, lengths = find_lists(root), before.lengths()
     starts = {key: lengths[id(entries)] for key, entries in lists.items() if id(entries) in lengths}
     inside = {fqn for fqn, module in root.named_modules() if module in without}
@@ -105,7 +98,7 @@ def find_kept_values(
     appended = tuple(
         tuple(describe_tensors(entry, watch) for entry in lists[key][start:]) for key, start in grown.items()
     )
-    return KeptValues(appended, otherwise, tuple(bound))
+    return replace(recording, appended=appended, kept_elsewhere=otherwise, kept_batch_tensors=tuple(bound))
 
 
 def list_containing(location: AttributePath, lengths: Mapping[ListPath, int]) -> ListPath | None:
