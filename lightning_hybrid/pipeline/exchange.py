@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.batch.means import reduction_of
 from lightning_hybrid.batch.merge import join
@@ -180,41 +180,37 @@ class StepResultExchange:
             )
         return list(zip(self._entries, logged, strict=True)), content
 
+    def join(
+        self,
+        runs: Sequence[StageRun],
+        content: Sequence[Mapping[int, Tensor]],
+        appended: AppendedEntries | None,
+        side_effects: SideEffectRun | None,
+    ) -> tuple[Any, Tensor | None]:
+        """Fill absent tensors, and join the microbatches: what the step returns of the full batch, its scalar loss.
 
-def join_results(
-    call: Call,
-    given: Microbatches,
-    runs: Sequence[StageRun],
-    content: Sequence[Mapping[int, Tensor]],
-    weights: Sequence[float],
-    appended: AppendedEntries | None,
-    side_effects: SideEffectRun | None,
-    root: nn.Module,
-) -> tuple[Any, Tensor | None]:
-    """Fill absent tensors, and join the microbatches: what the step returns, of the full batch, and its scalar loss.
-
-    ``content`` has the exchanged values of each microbatch, by index, in their full shapes.
-    """
-    outputs = []
-    for run, values in zip(runs, content, strict=True):
-        fill_placeholders(run, values)
-        if not call.trains or not isinstance(run.result, Tensor):  # a bare loss is joined below
-            outputs.append(map_leaves(detached, run.result))
-    loss = None
-    if call.trains:
-        losses = [values[variant.loss] for values, variant in zip(content, given.variants, strict=True)]
-        total = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
-        loss = losses[0].new_tensor(total)
-    output = join(outputs, weights, given.sizes, step=call.name) if outputs else loss
-    if side_effects is not None:
-        returned = map_leaves(detached, side_effects.returned(content[0]))
-        output = returned if outputs else loss
-    if appended is not None:
-        appended.put(appended.evenly(len(given), content), weights, given.sizes)
-    check_content(call.name, output)
-    if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
-        refuse_absent_numbers(root, [variant.recording for variant in given.variants], read_at)
-    return returned_batch(given.batch, given.parts, [run.result for run in runs], output), loss
+        ``content`` has the exchanged values of each microbatch, by index, in their full shapes.
+        """
+        outputs = []
+        for run, values in zip(runs, content, strict=True):
+            fill_placeholders(run, values)
+            if not self._call.trains or not isinstance(run.result, Tensor):  # a bare loss is joined below
+                outputs.append(map_leaves(detached, run.result))
+        loss = None
+        if self._call.trains:
+            losses = [values[variant.loss] for values, variant in zip(content, self._variants, strict=True)]
+            total = sum(float(loss) * weight for loss, weight in zip(losses, self._weights, strict=True))
+            loss = losses[0].new_tensor(total)
+        output = join(outputs, self._weights, self._given.sizes, step=self._call.name) if outputs else loss
+        if side_effects is not None:
+            returned = map_leaves(detached, side_effects.returned(content[0]))
+            output = returned if outputs else loss
+        if appended is not None:
+            appended.put(appended.evenly(len(self._given), content), self._weights, self._given.sizes)
+        check_content(self._call.name, output)
+        if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
+            refuse_absent_numbers(self._plan.root, [variant.recording for variant in self._variants], read_at)
+        return returned_batch(self._given.batch, self._given.parts, [run.result for run in runs], output), loss
 
 
 def detached(leaf: Any) -> Any:

@@ -359,7 +359,7 @@ class _DenominatorWatch(ReplayWatch):
 
     def __init__(self, replay: DenominatorReplay, *rest: Any) -> None:
         super().__init__(replay, *rest)
-        self._replay = replay
+        self._replay: DenominatorReplay = replay
         replay.counts, replay.labels = {}, {}
         # Row counts of values whose size depends on the content of the batch.
         self._rows: dict[int, Tensor | float] = {}

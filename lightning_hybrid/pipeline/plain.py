@@ -18,14 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.batch.split import (
-    batch_size_of,
-    check_count,
-    copied_batch,
-    halves,
-    split,
-    why_unsplit,
-)
+from lightning_hybrid.batch.split import batch_size_of, check_count, copied_batch, halves, split, why_unsplit
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.logs import Key, describe_unexplained
 from lightning_hybrid.pipeline.means import LossWeightFinder

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.batch.split import (
-    copied_batch,
-    split,
-)
+from lightning_hybrid.batch.split import copied_batch, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.pipeline.exchange import StepResultExchange, join_results
+from lightning_hybrid.pipeline.exchange import StepResultExchange
 from lightning_hybrid.pipeline.full_batch import EvaluationTrials, LogRuns, SideEffectRun, UnsplitSteps
 from lightning_hybrid.pipeline.kept import AppendedEntries
 from lightning_hybrid.pipeline.logs import LogCapture
@@ -225,7 +222,7 @@ class StepRunner(MicrobatchRunner):
                 self._warn(text)
             self.weighting = self.weighting._replace(unexplained=())
         runs = [outcome.runs[index] for index in range(len(given))]
-        output, loss = join_results(call, given, runs, content, weights, appended, side_effects, self._root)
+        output, loss = exchange.join(runs, content, appended, side_effects)
         broadcast_buffers(self.plan, given.variants)
         self.unpartitioned.mark_stale()
         return StepResult(output, loss, logged)

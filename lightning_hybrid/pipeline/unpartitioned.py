@@ -34,10 +34,7 @@ from lightning_hybrid.step.objects.tensors import detached_copy
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch
-from lightning_hybrid.step.tracing.functions import (
-    functions_with_repeated_draws,
-    user_functions,
-)
+from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, user_functions
 from lightning_hybrid.step.tracing.instrument import draw_as_stages, patched_checkpointing
 from lightning_hybrid.step.tracing.mode import CurrentRun
 from lightning_hybrid.techniques.technique import Active

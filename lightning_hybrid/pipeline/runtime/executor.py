@@ -18,13 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.batch.means import Share
 from lightning_hybrid.batch.metrics import FullBatchMetrics
-from lightning_hybrid.errors import (
-    WITHOUT_STAGES,
-    ControlFlowError,
-    StepChanged,
-    StepError,
-    add_error_note,
-)
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepChanged, StepError, add_error_note
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.params.gradient_hooks import StepHooks
 from lightning_hybrid.params.guards import ReadGuards

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.schedule import Action, Compute, Kind, Portals, Program, Receive, Send, check_program, lower
-
-if TYPE_CHECKING:
-    pass
-
 
 # Posting a receive early pays where the sender waits for a message about it, as in gloo; it costs buffers.
 _POST_AHEAD = {"queue": 1, "tags": 2}

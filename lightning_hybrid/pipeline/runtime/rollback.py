@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.module_state.snapshots import (
-    ModuleSnapshot,
-    TensorSnapshot,
-    can_restore,
-    reachable_leaves,
-)
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot, can_restore, reachable_leaves
 from lightning_hybrid.step.objects.modules import modules_in
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import detached_copy

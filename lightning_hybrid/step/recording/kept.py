@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from lightning_hybrid.batch.means import IDENTITIES, SUMS
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.module_state.snapshots import (
-    AttributePath,
-    ModuleSnapshot,
-    is_state,
-    reachable_leaves,
-)
+from lightning_hybrid.step.module_state.snapshots import AttributePath, ModuleSnapshot, is_state, reachable_leaves
 from lightning_hybrid.step.objects.pytree import children_of, flatten
 from lightning_hybrid.step.recording.reads import describe_tensors
 from lightning_hybrid.step.standins.numbers import AbsentFloat, has_absent_content, is_absent_number, line_of_read

@@ -19,11 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph.step_graph import Node, SizedBy
 from lightning_hybrid.step.module_state.attributes import computed_weights
-from lightning_hybrid.step.module_state.snapshots import (
-    AttributePath,
-    ModuleSnapshot,
-    reachable_leaves,
-)
+from lightning_hybrid.step.module_state.snapshots import AttributePath, ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.names import SIZED_BY_DATA
 from lightning_hybrid.step.objects.pytree import flatten, map_tensors
 from lightning_hybrid.step.standins.numbers import is_absent_number, line_of_read, source_values

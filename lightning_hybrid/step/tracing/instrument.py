@@ -27,11 +27,7 @@ from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.tracing.asides import emit_side_outputs, with_side_outputs
 from lightning_hybrid.step.tracing.compiled import compiled_forward
-from lightning_hybrid.step.tracing.functions import (
-    functions_with_repeated_draws,
-    intercepted_functions,
-    user_functions,
-)
+from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, intercepted_functions, user_functions
 from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode
 
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
