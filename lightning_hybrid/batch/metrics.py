@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.batch.merge import Microbatches, differ_in_rows, join_arguments
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import flatten, map_tensors
+from lightning_hybrid.step.objects.tensors import detached_copy
 from lightning_hybrid.step.standins.tensors import MARK
 from lightning_hybrid.step.tracing.metrics import isolated_copy, plain_attributes
 
@@ -98,11 +100,11 @@ class FullBatchMetrics:
         if step is None:
             return original(*args, **kwargs)
         if index is None:
-            return map_leaves(_own, original(*args, **kwargs))
+            return _cloned(original(*args, **kwargs))
         before, self._microbatch = self._microbatch, None  # the copy may share what it calls with the metric
         try:
             calls = step.calls.setdefault(index, {}).setdefault(fqn, [])
-            calls.append((method, map_leaves(_detached, args), map_leaves(_detached, kwargs)))
+            calls.append((method, *map_tensors(_detached, (args, kwargs))))
             if method == "update":
                 if fqn in step.copies:
                     with torch.no_grad():
@@ -113,8 +115,8 @@ class FullBatchMetrics:
             try:
                 result = getattr(copy, method)(*args, **kwargs)
             except Exception:  # some need several samples
-                result = getattr(copy, method)(*map_leaves(_doubled, args), **map_leaves(_doubled, kwargs))
-            result = map_leaves(_own, result)
+                result = getattr(copy, method)(*_doubled(args), **_doubled(kwargs))
+            result = _cloned(result)
             for position, leaf in enumerate(flatten(result)[0]):
                 if isinstance(leaf, Tensor):
                     step.returned[id(leaf)] = leaf, (fqn, len(calls) - 1, position)
@@ -131,7 +133,7 @@ class FullBatchMetrics:
         for original, copied in zip(sink.modules(), copy.modules(), strict=True):
             if isinstance(original, Metric):
                 for name in (*original._defaults, *plain_attributes(original)):
-                    setattr(copied, name, map_leaves(_cloned, getattr(original, name)))
+                    setattr(copied, name, map_tensors(detached_copy, getattr(original, name)))
                 copied._update_count, copied._computed = original._update_count, None  # type: ignore[assignment]
             if isinstance(copied, MetricCollection):  # each by itself
                 copied._groups = {i: [str(name)] for i, name in enumerate(copied.keys(keep_base=True))}
@@ -180,7 +182,8 @@ class FullBatchMetrics:
                 self._selecting.add((fqn, number))
             args, kwargs = join_arguments(present, microbatches, selects=(fqn, number) in self._selecting)
             device = next((m.device for m in self._sinks[fqn].modules() if isinstance(m, Metric)), None)
-            args, kwargs = map_leaves(partial(_on, device), (args, kwargs)) if calls is not None else (args, kwargs)
+            if calls is not None and device is not None:
+                args, kwargs = map_tensors(methodcaller("to", device), (args, kwargs))
             results.append(flatten(self._methods[fqn, method](*args, **kwargs))[0])
         step.results[fqn] = results
         return results
@@ -231,27 +234,17 @@ def joined_calls(rows: Sequence[tuple[int, MetricCalls]]) -> MetricCalls:
     return joined
 
 
-def _detached(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    detached = leaf.detach()
-    if (mark := getattr(leaf, MARK, None)) is not None:
+def _detached(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    if (mark := getattr(tensor, MARK, None)) is not None:
         setattr(detached, MARK, mark)
     return detached
 
 
-def _own(leaf: Any) -> Any:
+def _cloned(value: Any) -> Any:
     """A tensor of its own for each place of a result: a metric may return one for several, or its state."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    return map_tensors(Tensor.clone, value)
 
 
-def _cloned(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _doubled(leaf: Any) -> Any:
-    return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-
-def _on(device: Any, leaf: Any) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf
+def _doubled(value: Any) -> Any:
+    return map_tensors(lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, value)

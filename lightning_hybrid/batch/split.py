@@ -123,14 +123,7 @@ def without_last_sample(batch: Any) -> Any:
 
 
 def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tuple[list[Any], list[float]]:
-    """Split ``batch`` into ``count`` microbatches as evenly as possible.
-
-    Returns:
-        The microbatches, and the weight of each: its share of the samples.
-
-    Raises:
-        BatchError: The user's splitter gave another number of microbatches.
-    """
+    """Split ``batch`` into ``count`` microbatches as evenly as possible; and their shares of the samples."""
     if splitter is not None:
         pieces = list(splitter(batch, count))
         if len(pieces) != count:

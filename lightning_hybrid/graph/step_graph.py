@@ -142,6 +142,11 @@ class StepGraph:
                 found.update(value for value in node.outputs if self.makers[value] is node)
         return frozenset(found)
 
+    @cached_property
+    def operations(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The name and the inputs of each operation: what two runs of a step have in common."""
+        return [(node.name, node.inputs) for node in self.nodes]
+
     def made_by(self, value: int) -> Node:
         """The operation that makes a value, or the first one if several do."""
         return self.makers[value]

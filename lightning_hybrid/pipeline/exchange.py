@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.batch.means import reduction_of
 from lightning_hybrid.batch.merge import join
@@ -23,7 +23,8 @@ from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.full_batch import SideEffectRun
 from lightning_hybrid.pipeline.kept import AppendedEntries
-from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, MeasuredLogs, describe_unexplained, keyed
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, describe_unexplained, keyed
+from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
@@ -47,7 +48,7 @@ class StepResultExchange:
         logs: LogCapture,
         weights: Sequence[float],
         metrics: FullBatchMetrics,
-        weighting: MeasuredLogs,
+        weighting: LossWeighting,
     ) -> None:
         """Prepare the exchange."""
         self._plan, self._call, self._given, self._sizes = plan, call, given, given.sizes
@@ -146,11 +147,8 @@ class StepResultExchange:
     def finish(self, runs: Mapping[int, StageRun]) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
         """Broadcast the tensors, after ``wait``.
 
-        Args:
-            runs: As for ``begin``.
-
-        Returns:
-            Each logged entry with its number, and by microbatch the exchanged values by index, in their full shapes.
+        Returns each logged entry with its number, and by microbatch the exchanged values by index, in their full
+        shapes.
         """
         numbers, logged = iter(self._numbers), []
         guessed = iter(self._numbers[-sum(len(entry.values) for entry in self._entries) :])
@@ -182,52 +180,37 @@ class StepResultExchange:
             )
         return list(zip(self._entries, logged, strict=True)), content
 
+    def join(
+        self,
+        runs: Sequence[StageRun],
+        content: Sequence[Mapping[int, Tensor]],
+        appended: AppendedEntries | None,
+        side_effects: SideEffectRun | None,
+    ) -> tuple[Any, Tensor | None]:
+        """Fill absent tensors, and join the microbatches: what the step returns of the full batch, its scalar loss.
 
-def join_results(
-    call: Call,
-    given: Microbatches,
-    runs: Sequence[StageRun],
-    content: Sequence[Mapping[int, Tensor]],
-    weights: Sequence[float],
-    appended: AppendedEntries | None,
-    side_effects: SideEffectRun | None,
-    root: nn.Module,
-) -> tuple[Any, Tensor | None]:
-    """Fill absent tensors, and join the microbatches.
-
-    Args:
-        call: The call of the step.
-        given: Its microbatches.
-        runs: Their runs on this rank.
-        content: The exchanged values of each microbatch, by index, in their full shapes.
-        weights: The weight of each microbatch.
-        appended: Joins what they have appended to lists.
-        side_effects: The run of a step that keeps numbers of the model.
-        root: The user's module.
-
-    Returns:
-        What the step returns, tensors in it of the shapes of the full batch, and its loss, a scalar.
-    """
-    outputs = []
-    for run, values in zip(runs, content, strict=True):
-        fill_placeholders(run, values)
-        if not call.trains or not isinstance(run.result, Tensor):  # a bare loss is joined below
-            outputs.append(map_leaves(detached, run.result))
-    loss = None
-    if call.trains:
-        losses = [values[variant.loss] for values, variant in zip(content, given.variants, strict=True)]
-        total = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
-        loss = losses[0].new_tensor(total)
-    output = join(outputs, weights, given.sizes, step=call.name) if outputs else loss
-    if side_effects is not None:
-        returned = map_leaves(detached, side_effects.returned(content[0]))
-        output = returned if outputs else loss
-    if appended is not None:
-        appended.put(appended.evenly(len(given), content), weights, given.sizes)
-    check_content(call.name, output)
-    if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
-        refuse_absent_numbers(root, [variant.recording for variant in given.variants], read_at)
-    return returned_batch(given.batch, given.parts, [run.result for run in runs], output), loss
+        ``content`` has the exchanged values of each microbatch, by index, in their full shapes.
+        """
+        outputs = []
+        for run, values in zip(runs, content, strict=True):
+            fill_placeholders(run, values)
+            if not self._call.trains or not isinstance(run.result, Tensor):  # a bare loss is joined below
+                outputs.append(map_leaves(detached, run.result))
+        loss = None
+        if self._call.trains:
+            losses = [values[variant.loss] for values, variant in zip(content, self._variants, strict=True)]
+            total = sum(float(loss) * weight for loss, weight in zip(losses, self._weights, strict=True))
+            loss = losses[0].new_tensor(total)
+        output = join(outputs, self._weights, self._given.sizes, step=self._call.name) if outputs else loss
+        if side_effects is not None:
+            returned = map_leaves(detached, side_effects.returned(content[0]))
+            output = returned if outputs else loss
+        if appended is not None:
+            appended.put(appended.evenly(len(self._given), content), self._weights, self._given.sizes)
+        check_content(self._call.name, output)
+        if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
+            refuse_absent_numbers(self._plan.root, [variant.recording for variant in self._variants], read_at)
+        return returned_batch(self._given.batch, self._given.parts, [run.result for run in runs], output), loss
 
 
 def detached(leaf: Any) -> Any:

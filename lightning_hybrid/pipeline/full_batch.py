@@ -21,7 +21,6 @@ from lightning_hybrid.batch.means import matching_values
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import PartitionError, StepError
-from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
 from lightning_hybrid.pipeline.measure import is_same
 from lightning_hybrid.pipeline.runner import StepResult
@@ -47,13 +46,9 @@ class SideEffectRun:
         self._watched = [(tensor, tensor._version) for tensor in tensors_inside(batch)]
 
     def returned(self, contents: Mapping[int, Tensor]) -> Any:
-        """Run the step again, and return its output.
+        """Run the step again, and return its output; ``StepError`` if it cannot run so.
 
-        Args:
-            contents: The values of the model that all ranks have, by index, in their shapes.
-
-        Raises:
-            StepError: The step cannot run so.
+        ``contents`` are the values of the model that all ranks have, by index, in their shapes.
         """
         kept = self._variant.recording.numbers_kept
         if any(tensor._version != version for tensor, version in self._watched):
@@ -175,7 +170,7 @@ class EvaluationTrials:
     """Tries each step of evaluation once, on the samples of two microbatches of its first batch."""
 
     def __init__(self, trial: Callable[[Call, int], StepResult]) -> None:
-        """Prepare. Args: trial: Runs a call in a number of microbatches, and undoes it; collective."""
+        """Prepare; ``trial`` runs a call in a number of microbatches, and undoes it; collective."""
         self._trial = trial
         self._tried: set[str] = set()
 
@@ -234,8 +229,7 @@ class LogRun:
     def numbers(self, read: Mapping[int, float]) -> dict[Key, float]:
         """The numbers that the step logs of its batch and of what it reads, without numbers of its graph.
 
-        Args:
-            read: The numbers of the full batch, by index in ``reads``; NaN where they are not known.
+        ``read`` has the numbers of the full batch, by index in ``reads``; NaN where they are not known.
         """
         graph, logs = self._full.recording.graph, LogCapture(1)
         contents = {
@@ -266,10 +260,10 @@ class LogRuns:
         """The run of a step whose microbatches have these traces; None if it would log what they log."""
         first = variants[0]
         logged = first.recording.logged
-        if len(variants) == 1 or not logged or first in self._needless or _differ(variants):
+        if len(variants) == 1 or not logged or first in self._needless or differ(variants):
             return None
         full = self._traces.trace_of_full_batch(call, batch)
-        if full is None or _differ((first, full)):
+        if full is None or differ((first, full)):
             return None
         if any(node.sized_by == "values of the model" for node in full.recording.graph.nodes):  # it guesses sizes
             return None
@@ -283,10 +277,7 @@ class LogRuns:
         return LogRun(self._plan, call, given, pairs, full)
 
 
-def _differ(variants: Sequence[TraceVariant]) -> bool:
+def differ(variants: Sequence[TraceVariant]) -> bool:
+    """Whether microbatches with these traces run different operations."""
     first, *others = (variant.recording.graph for variant in dict.fromkeys(variants))
-    return any(_operations(other) != _operations(first) for other in others)
-
-
-def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...]]]:
-    return [(node.name, node.inputs) for node in graph.nodes]
+    return any(other.operations != first.operations for other in others)

@@ -49,12 +49,10 @@ class AppendedEntries:
                 self.rows.setdefault(path, earlier).append(new)
 
     def evenly(self, count: int, contents: Sequence[Mapping[int, Tensor]] = ()) -> Rows:
-        """Split the appended entries evenly over the microbatches that have run.
+        """Split the appended entries evenly over the ``count`` microbatches that have run.
 
-        Args:
-            count: Number of the microbatches.
-            contents: By microbatch and index, the values from which numbers among the entries were read; each a scalar,
-                or a tensor of one element.
+        ``contents`` has the values from which numbers among the entries were read, by microbatch and index; each a
+        scalar, or a tensor of one element.
         """
         rows: Rows = {}
         for path, entries in find_lists(self._root).items():
@@ -79,12 +77,7 @@ class AppendedEntries:
     ) -> None:
         """Replace the appended entries by entries joined over all microbatches, other ranks' too.
 
-        Args:
-            rows: By attribute path of the list, the entries of each microbatch.
-            weights: Weights of the microbatches.
-            sizes: Their numbers of samples.
-            losses: Their losses; equal entries are joined by ``loss_weights``.
-            loss_weights: The weights of the losses.
+        Entries that equal the ``losses`` are joined by ``loss_weights``.
         """
 
         def joined_of(column: list[Any]) -> Any:
@@ -144,9 +137,7 @@ class ModuleChanges:
     def __init__(self, root: nn.Module, *, by_content: bool = False) -> None:
         """Record the state before the step.
 
-        Args:
-            root: The user's module.
-            by_content: Whether to compare contents of tensors: a write to ``buffer.data`` leaves the version counter.
+        ``by_content`` compares contents of tensors too: a write to ``buffer.data`` leaves the version counter.
         """
         self._root, self._by_content = root, by_content
         self._before = _state(root, by_content)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.patching import replace
+from lightning_hybrid import patching
 from lightning_hybrid.step.standins.tensors import MARK, is_absent
 
 NUMBER = object()  # in place of a logged object, where a number was logged
@@ -28,22 +27,6 @@ def keys_of(names: Iterable[str]) -> Iterator[Key]:
     for name in names:
         yield name, times[name]
         times[name] += 1
-
-
-class MeasuredLogs(Protocol):
-    """What a comparison of a batch with its parts has found of logged keys; attributes as of ``LossWeighting``."""
-
-    @property
-    def keys(self) -> frozenset[Key]:
-        """Keys that weigh by samples."""
-
-    @property
-    def reductions(self) -> tuple[tuple[Key, str], ...]:
-        """Keys whose number is known to be a mean, sum or extreme of the parts' numbers."""
-
-    @property
-    def unexplained(self) -> tuple[tuple[Key, float, float], ...]:
-        """Keys that are none of these."""
 
 
 @dataclass
@@ -72,7 +55,7 @@ class Entry:
     values: list[float]
     sizes: list[int | None]
     dtype: torch.dtype = torch.float32
-    guesses: list[float] = dataclasses.field(default_factory=list)
+    guesses: list[float] = field(default_factory=list)
     other: Any = NUMBER
     value: int | None = None
     origin: Any = None
@@ -99,10 +82,7 @@ class Entry:
     def combine(self, weights: Sequence[float], counts: Sequence[int | None], over: str = "") -> float:
         """The value of the batch, from the microbatches' values; ``reduce_fx`` then reduces over batches and replicas.
 
-        Args:
-            weights: Weights of all microbatches; the values of those that have not logged it are NaN.
-            counts: Their numbers of samples.
-            over: How the value depends on the samples, where it is known: "sum", "max", "min", "mean".
+        ``over`` is how the value depends on the samples, where it is known: "sum", "max", "min", "mean".
         """
         logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
         values = [self.values[index] for index in logged]
@@ -137,7 +117,7 @@ class Entry:
 
     def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
         """A copy of the entry with the values and sizes of other microbatches."""
-        return dataclasses.replace(self, values=values, sizes=sizes)
+        return replace(self, values=values, sizes=sizes)
 
     def total_kwargs(self) -> dict[str, Any]:
         """Arguments of one ``log`` call for all microbatches: the batch sizes are summed."""
@@ -160,36 +140,13 @@ def describe_unexplained(step: str, key: Key, full: float, mean: float) -> str:
     )
 
 
-class _Call(NamedTuple):
-    """One call of ``self.log`` in one microbatch; attributes as of an ``Entry``, for this microbatch.
-
-    Attributes:
-        what: The logged object, if it is not a number.
-        node_value: Index of the logged value in the step graph.
-        origin: The call of a metric that has returned it, if one has.
-        is_python: Whether it was a Python number.
-        is_integer: Whether it was an integer tensor.
-    """
-
-    name: str
-    what: Any
-    value: float
-    kwargs: dict[str, Any]
-    dtype: torch.dtype
-    node_value: int | None
-    guess: float
-    origin: Any
-    is_python: bool
-    is_integer: bool
-
-
 class LogCapture:
     """Replaces ``LightningModule.log`` while a step runs."""
 
     def __init__(self, num_microbatches: int, has_guessed: Callable[[], bool] = bool) -> None:
         """Set up for so many runs of a step; ``has_guessed`` returns whether a number may come from a recorded size."""
         self._count, self._has_guessed = num_microbatches, has_guessed
-        self._calls: dict[int, list[_Call]] = {}
+        self.runs: dict[int, list[Entry]] = {}  # by microbatch: its calls, entries of one value
 
     def microbatch(
         self, root: nn.Module, index: int, origin: Callable[[Any], Any] = lambda value: None
@@ -198,78 +155,66 @@ class LogCapture:
 
         ``origin`` returns the call of a metric that has returned a value.
         """
-        return _CaptureContext(self._calls, root, index, self._has_guessed, origin)
+        return _CaptureContext(self, root, index, origin)
 
     def entries(self) -> list[Entry]:
         """One entry per key and call; values of microbatches that have not logged it are NaN."""
         entries: dict[Key, Entry] = {}
         for index in range(self._count):
-            calls = self._calls.get(index, [])
-            for key, call in zip(keys_of(call.name for call in calls), calls, strict=True):
-                what = call.what
-                metric, other = (what, NUMBER) if isinstance(what, Metric) else (None, what)
+            for key, one in keyed(self.runs.get(index, ())):
                 if key not in entries:
                     values, guesses = [math.nan] * self._count, [math.nan] * self._count
-                    sizes: list[int | None] = [None] * self._count
-                    entries[key] = Entry(call.name, metric, call.kwargs, values, sizes, call.dtype, guesses, other)
+                    entries[key] = replace(one, values=values, guesses=guesses, sizes=[None] * self._count)
                 entry = entries[key]
-                entry.kwargs, entry.sizes[index] = call.kwargs, call.kwargs.get("batch_size")
-                entry.values[index], entry.guesses[index] = call.value, call.guess
-                entry.value, entry.origin = call.node_value, call.origin
-                entry.is_python, entry.is_integer = call.is_python, call.is_integer
+                entry.kwargs, entry.value, entry.origin = one.kwargs, one.value, one.origin
+                entry.is_python, entry.is_integer = one.is_python, one.is_integer
+                entry.values[index], entry.guesses[index] = one.values[0], one.guesses[0]
+                entry.sizes[index] = one.sizes[0]
         return list(entries.values())
+
+    def entry(self, name: str, value: Any, kwargs: dict[str, Any], origin: Any) -> Entry:
+        """One call in one microbatch; ``origin`` is the call of a metric that has returned the value, if one has."""
+        is_tensor, metric = isinstance(value, Tensor), value if isinstance(value, Metric) else None
+        number = _number(name, value)
+        exact, guess = math.nan if number is None else number, math.nan
+        if not is_tensor and metric is None and self._has_guessed():
+            exact, guess = guess, exact
+        return Entry(
+            *(name, metric, kwargs, [exact], [kwargs.get("batch_size")], _dtype(value), [guess]),
+            other=value if number is None and metric is None else NUMBER,
+            value=(getattr(value, MARK, None) or (None, None))[1],
+            origin=origin,
+            is_python=not is_tensor and metric is None,
+            is_integer=is_tensor and not (value.dtype.is_floating_point or value.dtype.is_complex),
+        )
 
 
 class _CaptureContext(AbstractContextManager[None]):
     """Replaces ``root.log``. A class, not a generator: it is entered before every forward."""
 
-    def __init__(
-        self,
-        rows: dict[int, list[_Call]],
-        root: nn.Module,
-        index: int,
-        has_guessed: Callable[[], bool],
-        origin: Callable[[Any], Any],
-    ) -> None:
-        self._origin = origin
-        self._rows, self._root, self._index, self._has_guessed = rows, root, index, has_guessed
-        self._calls: list[_Call] = []
+    def __init__(self, capture: LogCapture, root: nn.Module, index: int, origin: Callable[[Any], Any]) -> None:
+        self._capture, self._root, self._index, self._origin = capture, root, index, origin
+        self._calls: list[Entry] = []
 
     def __enter__(self) -> None:
-        self._undo = replace(self._root, "log", self._log, reason="captures logs of a microbatch")
+        self._undo = patching.replace(self._root, "log", self._log, reason="captures logs of a microbatch")
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._undo()
         if error is None:
-            calls, earlier = self._calls, self._rows.get(self._index)
+            calls, earlier = self._calls, self._capture.runs.get(self._index)
             if earlier is not None and len(earlier) == len(calls):
                 pairs = zip(earlier, calls, strict=True)
-                calls = [old if math.isnan(new.value) and not math.isnan(old.value) else new for old, new in pairs]
-            self._rows[self._index] = calls
+                calls = [
+                    old if math.isnan(new.values[0]) and not math.isnan(old.values[0]) else new for old, new in pairs
+                ]
+            self._capture.runs[self._index] = calls
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
         kwargs.update(zip(names, args, strict=False))
         with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
-            number = _number(name, value)
-            what = value if number is None or isinstance(value, Metric) else NUMBER
-            _, index = getattr(value, MARK, None) or (None, None)
-            exact, guess = math.nan if number is None else number, math.nan
-            if not isinstance(value, Tensor | Metric) and self._has_guessed():
-                exact, guess = guess, exact
-            self._calls.append(
-                _Call(name, what, exact, kwargs, _dtype(value), index, guess, self._origin(value), *_kind(value))
-            )
-
-
-def _kind(value: Any) -> tuple[bool, bool]:
-    """Whether a logged value is a Python number, and whether it is an integer tensor."""
-    is_tensor = isinstance(value, Tensor)
-    return not is_tensor and not isinstance(value, Metric), is_tensor and not _is_real(value.dtype)
-
-
-def _is_real(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+            self._calls.append(self._capture.entry(name, value, kwargs, self._origin(value)))
 
 
 def _dtype(value: Any) -> torch.dtype:

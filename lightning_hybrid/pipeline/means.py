@@ -36,9 +36,9 @@ from lightning_hybrid.batch.split import (
     without_last_sample,
 )
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.pipeline.compare import trained_without_draws
+from lightning_hybrid.pipeline.full_batch import differ
 from lightning_hybrid.pipeline.logs import LogCapture
-from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
+from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as, undone_runs
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
@@ -190,11 +190,11 @@ class LossMeanWeights:
         """
         shares = self.of(call, given) or [{} for _ in given.parts]
         root, names, totals = self._plan.root, self._plan.names(), [0.0, 0.0]
-        with trained_without_draws(root, self._plan.randomness, []) as undo:
+        with undone_runs(root, self._plan.randomness) as runs:
             with torch.no_grad(), call.context(), LogCapture(1).microbatch(root, 0):
                 full = find_loss(call.on(copied_batch(given.batch))())
                 dtype = rounded_as(full)
-            if not undo():
+            if not runs.undo():
                 return None
             for index, (variant, part, weight) in enumerate(
                 zip(given.variants, given.parts, given.weights, strict=True)
@@ -204,23 +204,19 @@ class LossMeanWeights:
                     with call.dry_run(self._plan, [replay], index) as current:
                         run = replay.run(call.on(copied_batch(part)), {}, names, current, of_means)
                     totals[which] += weight * float(run.made[variant.loss].detach())
-                    undo()
+                    runs.undo()
         return ComparedLoss(float(full), totals[0], totals[1], dtype)
 
     def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
         """Whether microbatches run different operations, and some average over a data-dependent count."""
-        graphs = [variant.assignment.graph for variant in dict.fromkeys(variants)]
-        differ = any(_operations(graph) != _operations(graphs[0]) for graph in graphs[1:])
-        return differ and any(data_dependent_means(graph, sizes_differ=False) for graph in graphs)
+        graphs = (variant.assignment.graph for variant in dict.fromkeys(variants))
+        return differ(variants) and any(data_dependent_means(graph, sizes_differ=False) for graph in graphs)
 
     def _terms_of(self, variants: Sequence[TraceVariant]) -> frozenset[int]:
         key = tuple(dict.fromkeys(variants))
         if key not in self._terms:
-            graphs = [variant.assignment.graph for variant in key]
-            same_structure = all(_operations(graph) == _operations(graphs[0]) for graph in graphs[1:])
-            self._terms[key] = (
-                data_dependent_means(graphs[0], sizes_differ=len(graphs) > 1) if same_structure else frozenset()
-            )
+            graph, sizes_differ = key[0].assignment.graph, len(key) > 1
+            self._terms[key] = frozenset() if differ(key) else data_dependent_means(graph, sizes_differ=sizes_differ)
         return self._terms[key]
 
     def _full_batch_divisors(self, call: Call, given: Microbatches, divisions: set[int]) -> Mapping[int, float]:
@@ -332,10 +328,6 @@ def _number(count: Tensor | float) -> Tensor:
     return torch.as_tensor(count).detach().double().cpu().reshape(())
 
 
-def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(node.name, node.inputs, node.outputs) for node in graph.nodes]
-
-
 def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[int]:
     """The nodes among ``divisions`` that divide a sum over the samples."""
     if [node.name for node in part.nodes] != [node.name for node in full.nodes]:
@@ -367,7 +359,7 @@ class _DenominatorWatch(ReplayWatch):
 
     def __init__(self, replay: DenominatorReplay, *rest: Any) -> None:
         super().__init__(replay, *rest)
-        self._replay = replay
+        self._replay: DenominatorReplay = replay
         replay.counts, replay.labels = {}, {}
         # Row counts of values whose size depends on the content of the batch.
         self._rows: dict[int, Tensor | float] = {}

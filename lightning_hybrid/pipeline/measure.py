@@ -1,8 +1,12 @@
-"""A test, without gradients, whether the loss of a batch is the mean of its microbatches' losses.
+"""Comparisons of a batch with its microbatches: whether their losses and gradients add up to the batch's.
 
-It is not where an objective mixes samples (contrastive pairs, a term for the full batch). Then microbatches train
+They do not where an objective mixes samples (contrastive pairs, a term for the full batch). Then microbatches train
 another objective than single-process training, as gradient accumulation would. Where the loss is a mean over unmasked
 tokens, microbatches weigh by their number of these (``batch.denominators``).
+
+An autograd function may add a gradient of its own, and a hook may clip one by its norm: such backwards are not linear,
+so their microbatches need not add up to the batch even where the losses do. Both ways to weigh microbatches
+(``pipeline.runtime.gradients``) are tried; where neither gives the gradients of the batch, it is not split.
 """
 
 from __future__ import annotations
@@ -12,26 +16,33 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
 from lightning_hybrid.batch.split import BatchSplitter, copied_batch, split, split_unevenly
+from lightning_hybrid.equivalence.deterministic import WithoutDropoutMode
 from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.params.gradient_hooks import without_registrations
-from lightning_hybrid.pipeline.compare import GradientMatch, describe_difference
 from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
+from lightning_hybrid.pipeline.runtime.gradients import without_hooks
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.recording.units import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import find_loss
 
-# Relative differences that rounding may cause, by dtype.
+# Relative differences of losses that rounding may cause, by dtype.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
+# The same of the gradients of a parameter; other dtypes are too coarse for a test.
+_ROUNDING_OF_GRADIENTS = {torch.float64: 1e-7, torch.float32: 2e-2}
+_LEAST = 1e-2  # gradients smaller than this share of the largest are compared with that share
 
 
 class LossWeighting(NamedTuple):
@@ -63,26 +74,11 @@ class LossWeighting(NamedTuple):
         """Whether no weights of parts give the loss of the batch, or its gradients."""
         return self.norms is not None or (self.differing is not None and not self.counts)
 
-    def first_with_weights(
-        self, batches: Sequence[tuple[Any, Sequence[Any], list[float]]]
-    ) -> tuple[Any, Sequence[Any], list[float], list[float]]:
-        """The first batch whose parts all weigh in its loss, if any: with its parts, their shares, their weights."""
-        weighted = [(batch, parts, samples, self.of(parts, samples)) for batch, parts, samples in batches]
-        return next((each for each in weighted if all(each[3])), weighted[0])
-
-    def with_gradients(self, found: GradientMatch | None) -> LossWeighting:
-        """Add what a comparison of gradients has found."""
-        if found is None or self.mixes or (found.of_losses and found.of_gradients):
-            return self
-        if found.of_losses or found.of_gradients:
-            return self._replace(scales_gradients=found.of_gradients)
-        return self._replace(norms=found.norms)
-
     def why_unsplit(self) -> str:
         """The warning where no weights are right; empty otherwise."""
         if self.norms is not None:
-            return describe_difference(self.norms)
-        return describe_mixing(self.differing) if self.mixes and self.differing is not None else ""
+            return _describe_difference(self.norms)
+        return _describe_mixing(self.differing) if self.mixes and self.differing is not None else ""
 
     def describe(self, batch: Any) -> str:
         """The weighting by a count, for messages, with the place of its tensor in a batch."""
@@ -91,14 +87,6 @@ class LossWeighting(NamedTuple):
     def of(self, parts: Sequence[Any], by_samples: Sequence[float]) -> list[float]:
         """The weights of the parts of a batch in its loss; ``by_samples`` where there is no count."""
         return (self.counts and self.counts[0].weights(parts)) or list(by_samples)
-
-
-class _Result(NamedTuple):
-    """What a part of a batch gives: its loss, the dtype of its rounding, and its logged means."""
-
-    loss: float
-    dtype: torch.dtype
-    logs: dict[Key, float]
 
 
 def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) -> LossWeighting:
@@ -110,114 +98,273 @@ def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) ->
     return found._replace(scales_gradients=ways.pop() if len(ways) == 1 else None)
 
 
-def measure_weighting(
-    root: nn.Module,
-    step: Callable[[Any], Any],
-    batch: Any,
-    count: int,
-    splitter: BatchSplitter | None,
-    randomness: KeyedRandomness,
-    context: Callable[[], AbstractContextManager[Any]],
-    is_fatal: Callable[[Exception], bool] | None = None,
-    origin: Callable[[Any], Any] = lambda value: None,
-) -> LossWeighting:
-    """Measure the weighting of the parts of a batch; by samples also where it cannot be measured.
+class _Result(NamedTuple):
+    """What a part of a batch gives: its loss, the dtype of its rounding, and its logged means."""
 
-    Modules are in eval mode meanwhile, without dropout and with normalization by sample; a step that still draws random
-    numbers or returns no loss is not measured. All effects of the step are rolled back.
+    loss: float
+    dtype: torch.dtype
+    logs: dict[Key, float]
 
-    Args:
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs a step on a batch and on its parts, to compare them. All effects of the step are rolled back.
+
+    A step that draws random numbers, or returns no loss, is not compared.
+
+    Attributes:
         root: The user's module; this rank can run it.
         step: The user's step, of a batch.
-        batch: The full batch.
-        count: Number of parts to split the batch into.
-        splitter: Splits batches, where the user has passed one.
         randomness: Its generators are restored.
         context: Entered around each run of the step.
-        is_fatal: Whether an error of the step is raised; the weighting is not measured otherwise, or if None.
+        any_rank: Returns whether a condition holds on any rank.
+        is_fatal: Whether an error of the step is raised; otherwise nothing is compared.
+        around_backward: Entered around each backward.
         origin: Returns the call of a metric that has returned a value: such are no means over parts.
     """
-    # Copies, since the step may write into its batch.
-    partitions = [split(copied_batch(batch), count, splitter)]
-    if splitter is None:  # the divisor of a mean may be equal in all parts of an even split
-        partitions.append(split_unevenly(copied_batch(batch)))
-    batch = copied_batch(batch)
-    partitions = [(parts, weights) for parts, weights in partitions if parts]
-    how = count, randomness, context, is_fatal, origin
-    found = _losses_of(root, step, [[batch], *(parts for parts, _ in partitions)], *how)
-    if found is None:
-        return LossWeighting()
-    if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
-        partitions = partitions[:1]
-    dtype = found[0].dtype
-    sample_weights = [weights for _, weights in partitions]
-    mean = _mean([one.loss for one in found], sample_weights)
-    keys = frozenset[Key].intersection(*(frozenset(one.logs) for one in found))
-    logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
-    hows = {key: _reductions(each, sample_weights, dtype) for key, each in logged.items()}
-    # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
-    reductions = tuple((key, how[0]) for key, how in hows.items() if len(how) == 1 or (how and "sum" not in how))
-    unexplained = tuple((key, logged[key].full, _mean_of(logged[key], sample_weights)) for key in hows if not hows[key])
-    counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
-    if not counts:
-        return LossWeighting(differing=differing, loss=mean, reductions=reductions, unexplained=unexplained)
-    count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
-    def is_by_samples(key: Key) -> bool:
-        by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
-        return not by_samples and bool(by_counts)
+    root: nn.Module
+    step: Callable[[Any], Any]
+    randomness: KeyedRandomness
+    context: Callable[[], AbstractContextManager[Any]]
+    any_rank: Callable[[bool], bool]
+    is_fatal: Callable[[Exception], bool]
+    around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    origin: Callable[[Any], Any] = lambda value: None
 
-    unexplained = tuple(each for each in unexplained if error_bound(logged[each[0]], count_weights, dtype))
-    by_samples = frozenset(filter(is_by_samples, keys))
-    return LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
+    def measure(self, batch: Any, count: int, splitter: BatchSplitter | None) -> LossWeighting:
+        """Measure how ``count`` parts of a batch weigh in its loss; by samples also where it cannot be measured.
 
+        Modules are in eval mode meanwhile, without dropout and with normalization by sample.
+        """
+        # Copies, since the step may write into its batch.
+        partitions = [split(copied_batch(batch), count, splitter)]
+        if splitter is None:  # the divisor of a mean may be equal in all parts of an even split
+            partitions.append(split_unevenly(copied_batch(batch)))
+        batch = copied_batch(batch)
+        partitions = [(parts, weights) for parts, weights in partitions if parts]
+        found = self._results([[batch], *(parts for parts, _ in partitions)], count)
+        if found is None:
+            return LossWeighting()
+        if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
+            partitions = partitions[:1]
+        dtype = found[0].dtype
+        sample_weights = [weights for _, weights in partitions]
+        mean = _mean([one.loss for one in found], sample_weights)
+        keys = frozenset[Key].intersection(*(frozenset(one.logs) for one in found))
+        logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
+        hows = {key: _reductions(each, sample_weights, dtype) for key, each in logged.items()}
+        # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
+        reductions = tuple((key, how[0]) for key, how in hows.items() if len(how) == 1 or (how and "sum" not in how))
+        unexplained = tuple(
+            (key, logged[key].full, _mean_of(logged[key], sample_weights)) for key in hows if not hows[key]
+        )
+        counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
+        if not counts:
+            return LossWeighting(differing=differing, loss=mean, reductions=reductions, unexplained=unexplained)
+        count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
-def _losses_of(
-    root: nn.Module,
-    step: Callable[[Any], Any],
-    partitions: Sequence[Sequence[Any]],
-    count: int,
-    randomness: KeyedRandomness,
-    context: Callable[[], AbstractContextManager[Any]],
-    is_fatal: Callable[[Exception], bool] | None,
-    origin: Callable[[Any], Any],
-    *,
-    with_graph: bool = False,
-) -> list[_Result] | None:
-    """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
+        def is_by_samples(key: Key) -> bool:
+            by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
+            return not by_samples and bool(by_counts)
 
-    A step that fails after the first ``count + 1`` runs leaves complete results of the first two partitions (the batch,
-    and its even split) only. One that fails without a graph, as it takes a gradient itself, is run again with one.
-    """
-    found: list[_Result] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(randomness.isolated())
-        stack.enter_context(_evaluating(root))
-        stack.enter_context(without_registrations(root))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        before = GeneratorStates(randomness.device)
-        try:
-            for parts in partitions:
-                of_parts = []
-                for part in parts:
-                    logs = LogCapture(1)
-                    with torch.set_grad_enabled(with_graph), context(), logs.microbatch(root, 0, origin):
-                        loss = find_loss(step(part))
+        unexplained = tuple(each for each in unexplained if error_bound(logged[each[0]], count_weights, dtype))
+        by_samples = frozenset(filter(is_by_samples, keys))
+        return LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
+
+    def _results(
+        self, partitions: Sequence[Sequence[Any]], count: int, *, with_graph: bool = False
+    ) -> list[_Result] | None:
+        """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
+
+        A step that fails after the first ``count + 1`` runs leaves complete results of the first two partitions (the
+        batch, and its even split) only. One that fails without a graph, as it takes a gradient itself, is run again
+        with one.
+        """
+        found: list[_Result] = []
+        with undone_runs(self.root, self.randomness, trains=False) as before:
+            try:
+                for parts in partitions:
+                    of_parts = []
+                    for part in parts:
+                        loss, dtype, logs = self._run(part, with_graph=with_graph)
                         if not isinstance(loss, Tensor) or loss.numel() != 1:
                             return None
-                        dtype = rounded_as(loss)
-                    of_parts.append(_Result(float(loss.detach()), dtype, _numbers(logs)))
-                found += of_parts
-            if not before.are_unchanged():
-                return None
-        except Exception as error:  # the step needs a graph, more samples, or more memory than there is
-            if is_fatal is not None and is_fatal(error):
-                raise
-            if is_out_of_memory(error) or (found and (len(found) <= count or not before.are_unchanged())):
-                return None
-    if not found and not with_graph:
-        return _losses_of(root, step, partitions, count, randomness, context, is_fatal, origin, with_graph=True)
-    return found or None
+                        of_parts.append(_Result(float(loss.detach()), dtype, _numbers(logs)))
+                    found += of_parts
+                if not before.are_unchanged():
+                    return None
+            except Exception as error:  # the step needs a graph, more samples, or more memory than there is
+                if self.is_fatal(error):
+                    raise
+                if is_out_of_memory(error) or (found and (len(found) <= count or not before.are_unchanged())):
+                    return None
+        if not found and not with_graph:
+            return self._results(partitions, count, with_graph=True)
+        return found or None
+
+    def _run(self, part: Any, *, with_graph: bool) -> tuple[Any, torch.dtype, LogCapture]:
+        """Run the step; its loss, the dtype of its rounding, and what it logs."""
+        logs = LogCapture(1)
+        with torch.set_grad_enabled(with_graph), self.context(), logs.microbatch(self.root, 0, self.origin):
+            loss = find_loss(self.step(part))
+            return loss, rounded_as(loss) if isinstance(loss, Tensor) else torch.float32, logs
+
+    def with_gradients(
+        self,
+        found: LossWeighting,
+        batches: Sequence[tuple[Any, Sequence[Any], list[float]]],
+        *,
+        is_nonlinear: bool,
+        calls_hooks: bool = False,
+    ) -> LossWeighting:
+        """Add which way to weigh parts gives the gradients of their batch, if code of the user runs in its backward.
+
+        Collective over the ranks of ``any_rank``: a layer may be gathered from all of them. The step runs in training
+        mode without dropout.
+
+        Args:
+            found: How parts weigh in the loss.
+            batches: Each with its parts and their shares of the samples; the first whose parts all weigh is compared.
+            is_nonlinear: Whether the forward leaves code of the user for the backward.
+            calls_hooks: Whether hooks on parameters see the gradients of parts; otherwise they see the sum of these.
+        """
+        weighted = [(batch, parts, samples, found.of(parts, samples)) for batch, parts, samples in batches]
+        given = next((each for each in weighted if all(each[3])), weighted[0])
+        parameters = [p for p in self.root.parameters() if p.requires_grad]
+        is_nonlinear |= any(map(has_backward_hooks, self.root.modules()))
+        # An embedding may scale its gradients by the frequency of each index.
+        is_nonlinear |= any(getattr(module, "scale_grad_by_freq", False) for module in self.root.modules())
+        if calls_hooks:
+            is_nonlinear |= any(parameter._backward_hooks for parameter in parameters)
+        if not self.any_rank(is_nonlinear and all(given[2])):
+            return found
+        with undone_runs(self.root, self.randomness, parameters) as runs:
+            try:
+                with contextlib.nullcontext() if calls_hooks else without_hooks(self.root):
+                    compared = self._compared(parameters, runs, *given)
+            except Exception as error:  # it needs more samples, or more memory than there is
+                if self.is_fatal(error):
+                    raise
+                return found
+        if compared is None or found.mixes:
+            return found
+        by_losses, by_gradients, norms = compared
+        if by_losses or by_gradients:
+            return found if by_losses and by_gradients else found._replace(scales_gradients=by_gradients)
+        return found._replace(norms=norms)
+
+    def _gradients(self, parameters: Sequence[nn.Parameter], part: Any, seed: float) -> list[Tensor | None]:
+        """The gradients in the shapes of the parameters, if the gradient of the loss is ``seed``."""
+        loss, dtype, _ = self._run(copied_batch(part), with_graph=True)
+        if dtype is torch.float16:
+            raise TypeError("gradients of half precision are too coarse for a comparison")
+        with self.around_backward():
+            found = torch.autograd.grad([loss], parameters, [torch.full_like(loss, seed)], allow_unused=True)
+        return [one if one is None else one.to_dense() if one.is_sparse else one for one in found]
+
+    def _compared(
+        self,
+        parameters: Sequence[nn.Parameter],
+        runs: UndoneRuns,
+        batch: Any,
+        parts: Sequence[Any],
+        samples: Sequence[float],
+        losses: Sequence[float],
+    ) -> tuple[bool, bool, tuple[float, float]] | None:
+        """Whether the weights of losses, and of gradients, give the gradients of the batch; and norms.
+
+        These are the norm of the gradients of the batch, and of its parts' by the better weighting.
+        """
+        full = self._gradients(parameters, batch, 1.0)
+        dtypes = {gradient.dtype for gradient in full if gradient is not None}
+        near = max((_ROUNDING_OF_GRADIENTS.get(dtype, math.inf) for dtype in dtypes), default=math.inf)
+        if not runs.undo() or near == math.inf:
+            return None
+
+        def joined(factors: Sequence[float], seeds: Sequence[float]) -> tuple[float, float] | None:
+            """The largest relative error of the gradients of a parameter, and the norm of all of them."""
+            sums: list[Tensor | None] = [None] * len(full)
+            for part, factor, seed in zip(parts, factors, seeds, strict=True):
+                new = self._gradients(parameters, part, seed) if seed else ()  # else it may have no loss: 0 / 0
+                for index, one in enumerate(new):
+                    if one is not None:
+                        before = sums[index]
+                        sums[index] = one * factor if before is None else before + one * factor
+                if not runs.undo():
+                    return None
+            largest = max(_norm(one) for one in full)
+            errors = [
+                _norm(a if b is None else b if a is None else a - b) / (max(_norm(a), _LEAST * largest) or 1.0)
+                for a, b in zip(full, sums, strict=True)
+            ]
+            return max(errors), math.hypot(*map(_norm, sums))
+
+        by_loss = joined([1.0] * len(parts), losses)
+        by_gradient = joined(samples, [loss / weight for loss, weight in zip(losses, samples, strict=True)])
+        norm = math.hypot(*map(_norm, full))
+        if by_loss is None or by_gradient is None or not math.isfinite(norm):
+            return None
+        return by_loss[0] <= near, by_gradient[0] <= near, (norm, min(by_loss, by_gradient)[1])
+
+
+class UndoneRuns:
+    """Runs of a step whose effects are undone; see ``undone_runs``."""
+
+    def __init__(
+        self, root: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter], *, trains: bool
+    ) -> None:
+        self._switched = [m for m in root.modules() if m.training and (isinstance(m, _NormBase) or not trains)]
+        self._start, self._generators = StepSnapshot(root, copied=math.inf), GeneratorStates(device)
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        self._begin()
+
+    def are_unchanged(self) -> bool:
+        """Whether no run has drawn random numbers."""
+        return self._generators.are_unchanged()
+
+    def undo(self) -> bool:
+        """Undo a run; returns whether none has drawn random numbers."""
+        self._start.restore()
+        self._begin()
+        return self.are_unchanged()
+
+    def _begin(self) -> None:
+        for module in self._switched:
+            module.training = False
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def end(self) -> None:
+        """Undo the last run, and give modules and parameters back what they had."""
+        self._start.restore()
+        for module in self._switched:
+            module.training = True
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def undone_runs(
+    root: nn.Module, randomness: KeyedRandomness, parameters: Sequence[nn.Parameter] = (), *, trains: bool = True
+) -> Iterator[UndoneRuns]:
+    """Run steps inside without prints; their effects, also on gradients of ``parameters``, are undone.
+
+    Dropout is off, and layers that normalize over samples use their running statistics; all modules are in eval mode
+    unless the step ``trains``.
+    """
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    dropout = WithoutDropoutMode() if trains else contextlib.nullcontext()
+    with randomness.isolated(), dropout, quiet, without_registrations(root):
+        runs = UndoneRuns(root, randomness.device, parameters, trains=trains)
+        try:
+            yield runs
+        finally:
+            runs.end()
+
+
+def _norm(gradient: Tensor | None) -> float:
+    return 0.0 if gradient is None else float(gradient.detach().double().norm())
 
 
 def _numbers(logs: LogCapture) -> dict[Key, float]:
@@ -263,7 +410,7 @@ def is_same(full: float, mean: float, dtype: torch.dtype) -> bool:
     return not math.isfinite(full) or math.isclose(full, mean, rel_tol=near, abs_tol=near * 1e-3)
 
 
-def describe_mixing(found: tuple[float, float]) -> str:
+def _describe_mixing(found: tuple[float, float]) -> str:
     """The warning about an objective that mixes samples: ``found`` is its loss, and the mean of its parts' losses."""
     return (
         f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its"
@@ -273,16 +420,19 @@ def describe_mixing(found: tuple[float, float]) -> str:
     )
 
 
-@contextlib.contextmanager
-def _evaluating(root: nn.Module) -> Iterator[None]:
-    """Set the modules to eval mode inside, and restore their state afterwards."""
-    modes = [(module, module.training) for module in root.modules()]
-    start = StepSnapshot(root, copied=math.inf)
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        start.restore()
-        for module, mode in modes:
-            module.training = mode
+def describe_uncompared() -> str:
+    """The warning where there is no memory to compare gradients."""
+    return (
+        "the backward of training_step runs an autograd function or a hook of yours, and there is no memory to compare"
+        " the gradients of two samples with those of each: they are trained as if it were linear, or added a gradient"
+        " of its own (docs/semantics/losses.md)"
+    )
+
+
+def _describe_difference(norms: tuple[float, float]) -> str:
+    """The warning about gradients that no weights of microbatches give; ``norms`` as in ``LossWeighting``."""
+    return (
+        "the backward of training_step runs an autograd function or a hook of yours that is not linear: the norm of the"
+        f" gradients of a batch is {norms[0]:.6g}, that of its microbatches or shares {norms[1]:.6g}, and no weights of"
+        " these give the former. So batches are not split (docs/semantics/losses.md)"
+    )

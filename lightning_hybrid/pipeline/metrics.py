@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import around, replace
 from lightning_hybrid.step.objects.modules import modules_in
-from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.pytree import map_tensors
 from lightning_hybrid.step.tracing.metrics import find_sinks, plain_attributes
 
 
@@ -147,14 +146,14 @@ class MetricSync:
         source = self._feeding_rank[name]
         # A tensor that was pickled on one device of the node would be unpickled on that device by every rank.
         names = (*metric._defaults, *plain_attributes(metric))
-        states = {name: map_leaves(partial(_on, "cpu"), getattr(metric, name)) for name in names}
+        states = {name: map_tensors(Tensor.cpu, getattr(metric, name)) for name in names}
         box = [(states, metric._update_count)] if self._pipeline.rank() == source else [None]
         dist.broadcast_object_list(box, group=self._pipeline, group_src=source)
         assert box[0] is not None
         if self._pipeline.rank() != source:
             received, metric._update_count = box[0]
             for state, value in received.items():
-                setattr(metric, state, map_leaves(partial(_on, metric.device), value))
+                setattr(metric, state, map_tensors(operator.methodcaller("to", metric.device), value))
 
     def close(self) -> None:
         """Undo the patches."""
@@ -162,10 +161,6 @@ class MetricSync:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-
-
-def _on(device: torch.device | str, leaf: Any) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
 def gather_over_replicas(
@@ -176,13 +171,9 @@ def gather_over_replicas(
 ) -> Callable[[], None]:
     """Let metrics without a function or group of the user's gather their states over replicas; returns the undo.
 
-    All metrics do so, since copies, and those in plain lists, are no modules of ``root``.
-
-    Args:
-        root: The user's module, whose metrics messages name.
-        replicas: The ranks with different batches.
-        meet: Waits until the ranks of a group are about to make a call, and raises where some do not.
-        launcher_world: Entered around collectives: torchmetrics asks for its rank in a group, counted from the world's.
+    All metrics do so, since copies, and those in plain lists, are no modules of ``root``. ``meet`` is as for
+    ``MetricSync``; ``launcher_world`` is entered around collectives: torchmetrics asks for its rank in a group, counted
+    from the world's.
     """
 
     def sync(

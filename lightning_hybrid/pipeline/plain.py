@@ -18,23 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.batch.split import (
-    batch_size_of,
-    check_count,
-    copied_batch,
-    halves,
-    split,
-    why_unsplit,
-)
-from lightning_hybrid.pipeline.compare import compare_gradients
+from lightning_hybrid.batch.split import batch_size_of, check_count, copied_batch, halves, split, why_unsplit
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.logs import Key, describe_unexplained
 from lightning_hybrid.pipeline.means import LossWeightFinder
-from lightning_hybrid.pipeline.measure import (
-    LossWeighting,
-    agree_on_weighting,
-    measure_weighting,
-)
+from lightning_hybrid.pipeline.measure import Comparison, LossWeighting, agree_on_weighting
 from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
@@ -188,11 +176,7 @@ class PlainRunner(MicrobatchRunner):
         return self._sharing.count(batch, self.count("training_step", batch), self.splitter) or 1
 
     def run(self, call: Call) -> StepResult:
-        """Run one step of the user's module on a full batch.
-
-        Raises:
-            StepUndone: It must run in another way; all its effects are rolled back.
-        """
+        """Run one step of the user's module on a full batch; ``StepUndone`` if it must run in another way."""
         backwards, root = call.backwards, self._root
         share = self._batch_share(call)
         weights, loss_weights, seeds = _weights(share, backwards)
@@ -297,13 +281,9 @@ class PlainRunner(MicrobatchRunner):
         """Compare a training batch with its shares, to find their weights in its loss.
 
         Ranks that could share batches have run it in full. Where its loss is no mean over shares, or the step has
-        changed its modules by the batch, each rank runs all batches. With microbatches, the batch has not run yet.
-
-        Args:
-            call: The call of the step.
-            compares: Whether to test the loss; otherwise it is assumed to be a mean over shares.
-            is_written: Whether the step has written parameters.
-            has_room: Whether gradients are compared; otherwise there is no memory for those of two microbatches.
+        changed its modules by the batch or has written parameters (``is_written``), each rank runs all batches. With
+        microbatches, the batch has not run yet. Without ``compares`` the loss is assumed to be a mean over shares;
+        without ``has_room`` there is no memory for the gradients of two microbatches.
         """
         self.needs_weighting_check, changes = False, self._first_changes
         batch = call.batch
@@ -365,19 +345,18 @@ class PlainRunner(MicrobatchRunner):
         batch = call.batch
         # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
-            how = self.splitter, self._randomness, around, self._is_fatal, self._metrics.calls.origin
-            found = measure_weighting(self._root, once, batch, count, *how)
+            how = self._sharing.any_rank, self._is_fatal, self.guards.off, self._metrics.calls.origin
+            comparison = Comparison(self._root, once, self._randomness, around, *how)
+            found = comparison.measure(batch, count, self.splitter)
             self.active.settle()  # what follows is collective, and other ranks may still gather layers
             if not has_room:
                 return found
-            one, parts, samples, losses = found.first_with_weights(halves(batch, count, self.splitter))
-            compared = compare_gradients(
-                *(self._root, once, one, parts, samples, losses, self._randomness, around, self.guards.off),
-                *(self._sharing.any_rank, self._is_fatal),
+            found = comparison.with_gradients(
+                found,
+                halves(batch, count, self.splitter),
                 is_nonlinear=bool(self._has_backward_code),
                 calls_hooks=self._sharing.size > 1,
             )
-            found = found.with_gradients(compared)
             self.active.settle()
         return found
 

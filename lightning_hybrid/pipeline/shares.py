@@ -262,15 +262,8 @@ class MicrobatchLoop:
     ) -> None:
         """Set up for the share of a batch.
 
-        Args:
-            runner: Of the step.
-            call: The call of the step.
-            share: What this rank runs of the batch.
-            gradients: Weighs what arrives at parameters.
-            metrics: Of the module.
-            appended: Records the entries that each microbatch appends to lists.
-            scales_gradients: Whether microbatches weigh where their gradients reach a parameter; None if they do once
-                the step has applied an autograd function of the user.
+        ``scales_gradients`` tells whether microbatches weigh where their gradients reach a parameter; None if they do
+        once the step has applied an autograd function of the user.
         """
         self._runner, self._root, self._share, self._gradients = runner, gradients.root, share, gradients
         self._call, self._metrics, self._appended = call, metrics, appended
@@ -288,14 +281,11 @@ class MicrobatchLoop:
         *,
         traces_calls: bool,
     ) -> None:
-        """Run all microbatches.
+        """Run all microbatches; ``seeds`` weigh their losses, ``keyed`` keys the random numbers of one by index.
 
-        Args:
-            seeds: By microbatch, the weight of its loss, with which the backward starts.
-            keyed: Keys the random numbers of a microbatch, by its index.
-            learns: Called after the first forward with whether it has left code of the user for its backward; if it
-                returns true, nothing else is run. None if that is known.
-            traces_calls: Whether lines of code are traced.
+        ``learns`` is called after the first forward with whether it has left code of the user for its backward; if it
+        returns true, nothing else is run. It is None if that is known. ``traces_calls`` tells whether lines of code are
+        traced.
         """
         runner, backwards = self._runner, self._call.backwards
         for index, microbatch in enumerate(self._share.microbatches):

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.batch.split import (
-    copied_batch,
-    split,
-)
+from lightning_hybrid.batch.split import copied_batch, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.pipeline.exchange import StepResultExchange, join_results
+from lightning_hybrid.pipeline.exchange import StepResultExchange
 from lightning_hybrid.pipeline.full_batch import EvaluationTrials, LogRuns, SideEffectRun, UnsplitSteps
 from lightning_hybrid.pipeline.kept import AppendedEntries
 from lightning_hybrid.pipeline.logs import LogCapture
@@ -122,8 +119,7 @@ class StepRunner(MicrobatchRunner):
     def run(self, call: Call) -> StepResult:
         """Run one step of the user's module on a full batch.
 
-        Raises:
-            StepBroken: A training step diverges from its recording; all its effects are rolled back.
+        ``StepBroken`` is raised where a training step diverges from its recording; all its effects are rolled back.
         """
         assert not call.is_manual, "a step with manual optimization is never partitioned into stages"
         if call.name in self.unpartitioned.names:
@@ -226,7 +222,7 @@ class StepRunner(MicrobatchRunner):
                 self._warn(text)
             self.weighting = self.weighting._replace(unexplained=())
         runs = [outcome.runs[index] for index in range(len(given))]
-        output, loss = join_results(call, given, runs, content, weights, appended, side_effects, self._root)
+        output, loss = exchange.join(runs, content, appended, side_effects)
         broadcast_buffers(self.plan, given.variants)
         self.unpartitioned.mark_stale()
         return StepResult(output, loss, logged)
@@ -306,13 +302,7 @@ class StepRunner(MicrobatchRunner):
     def select_next_traces(self, call: Call, around: Callable[[bool], AbstractContextManager[Any]]) -> None:
         """Select the traces of the next training batch, by a dry run where needed, so that its step can run.
 
-        Args:
-            call: The call of the step.
-            around: Entered meanwhile; receives whether the traces are cached. If not, user code runs inside.
-
-        Raises:
-            StepError: The step cannot be recorded.
-            PartitionError: It cannot be partitioned, or not as the first step was.
+        ``around`` is entered meanwhile, and receives whether the traces are cached; if not, user code runs inside.
         """
         first = self._replica * self.count(call.name, call.batch)
         self._next = None

@@ -29,15 +29,12 @@ from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.pipeline.stages.plan import StagePlan, buffer_owners
 from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import flatten, map_tensors
 from lightning_hybrid.step.objects.tensors import detached_copy
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch
-from lightning_hybrid.step.tracing.functions import (
-    functions_with_repeated_draws,
-    user_functions,
-)
+from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, user_functions
 from lightning_hybrid.step.tracing.instrument import draw_as_stages, patched_checkpointing
 from lightning_hybrid.step.tracing.mode import CurrentRun
 from lightning_hybrid.techniques.technique import Active
@@ -68,19 +65,11 @@ class UnpartitionedSteps:
         has_recorded: Callable[[], None],
         fails_alone: Callable[[], bool],
     ) -> None:
-        """Set up for one module.
+        """Set up for one module, whose local shards ``parts`` returns; ranks of a ``replica`` receive the same batch.
 
-        Args:
-            root: The user's module.
-            plan: The ranks of the pipeline that own each parameter.
-            parts: Returns the local shards of the parameters.
-            replica: All ranks that receive the same batch.
-            randomness: Keys the random numbers of steps.
-            meet: As for ``HookAgreement``.
-            room: Returns how many bytes gathered parameters may take in a step on this rank.
-            warn: Called once with the name of a step that cannot be partitioned, and the reason.
-            has_recorded: Called after each step that this rank has recorded.
-            fails_alone: Returns whether another rank of the replica has recorded a step that this one could not.
+        ``room`` returns how many bytes gathered parameters may take in a step on this rank; ``warn`` is called once
+        with the name of a step that cannot be partitioned, and the reason; ``fails_alone`` returns whether another rank
+        of the replica has recorded a step that this one could not.
         """
         self.names: set[str] = set()
         self.has_stale_copies = True
@@ -138,14 +127,7 @@ class UnpartitionedSteps:
     def run(self, call: Call) -> tuple[Any, list[tuple[Entry, float]]]:
         """Run a step on its batch; collective over the replica.
 
-        Args:
-            call: The call of the step.
-
-        Returns:
-            The output, and the logged entries with the values of the first rank.
-
-        Raises:
-            RanksDisagree: The ranks run different operations.
+        Returns the output, and the logged entries with the values of the first rank.
         """
         logs, agree_on = LogCapture(1), partial(self._agreement.agree_on, call.name)
         room = self._common_room()
@@ -219,11 +201,7 @@ def _owners(plan: StagePlan) -> dict[str, int]:
 
 
 def _plain(module: nn.Module) -> Mapping[str, Any]:
-    return {name: map_leaves(_detached, v) for name, v in vars(module).items() if name[:1] != "_" and _is_plain(v)}
-
-
-def _detached(leaf: Any) -> Any:
-    return detached_copy(leaf) if isinstance(leaf, Tensor) else leaf
+    return {name: map_tensors(detached_copy, v) for name, v in vars(module).items() if name[:1] != "_" and _is_plain(v)}
 
 
 def _is_plain(value: Any) -> bool:

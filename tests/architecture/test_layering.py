@@ -268,7 +268,7 @@ def test_coinages_are_found():
         ("schedule/picture.py", "import torch"),
         ("graph/search.py", "from torch import nn"),
         ("graph/step_graph.py", "import torch.fx"),
-        ("graph/step_graph.py", "from lightning_hybrid.step.recording.record import record"),
+        ("graph/step_graph.py", "from lightning_hybrid.step.recording.record import Recipe"),
         ("graph/partition.py", "from ..step.recording import record_step"),
         ("step/recording/recorder.py", "import lightning.pytorch"),
         ("step/recording/recorder.py", "from lightning_hybrid.pipeline.runtime.executor import run"),

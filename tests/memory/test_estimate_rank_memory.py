@@ -24,7 +24,7 @@ from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_s
 from lightning_hybrid.run.execution.steps import FirstActivations
 from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.in_flight import microbatches_in_flight
-from lightning_hybrid.step.recording.record import record
+from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.step.standins.counts import bytes_saved_behind
 from lightning_hybrid.techniques.offload import Offload
@@ -246,7 +246,7 @@ class Convolutions(Dense):
 def estimated_of_step(module, batch):
     """Bytes saved by the recorded step, in one stage."""
     arguments = {"name": "training_step", "randomness": KeyedRandomness(0, torch.device("cpu")), "loss_required": True}
-    recording = record(module, lambda: module.training_step(batch), choose_units(module, 2), **arguments)
+    recording = Recipe(module, lambda: module.training_step(batch), choose_units(module, 2), **arguments).record()
     values = {value for node in recording.graph.nodes for value in node.saved_values}
     sizes = [recording.graph.values[value] for value in values]
     inner = sum(node.saved_bytes for node in recording.graph.nodes)

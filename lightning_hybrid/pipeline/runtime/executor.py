@@ -18,13 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.batch.means import Share
 from lightning_hybrid.batch.metrics import FullBatchMetrics
-from lightning_hybrid.errors import (
-    WITHOUT_STAGES,
-    ControlFlowError,
-    StepChanged,
-    StepError,
-    add_error_note,
-)
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepChanged, StepError, add_error_note
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.params.gradient_hooks import StepHooks
 from lightning_hybrid.params.guards import ReadGuards
@@ -356,12 +350,7 @@ def _takes_gradient(value: Tensor) -> bool:
 
 
 def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:
-    """Fill the absent tensors that user code may still reference with their content.
-
-    Args:
-        run: A finished run.
-        content: Detached tensors by value index, in the shapes of the values; the other values stay absent.
-    """
+    """Fill absent tensors that user code may still reference with detached ``content``, by index, in their shapes."""
     filled: set[int] = set()
     for index, placeholder in run.placeholders:
         if index in content and id(placeholder) not in filled:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.schedule import Action, Compute, Kind, Portals, Program, Receive, Send, check_program, lower
-
-if TYPE_CHECKING:
-    pass
-
 
 # Posting a receive early pays where the sender waits for a message about it, as in gloo; it costs buffers.
 _POST_AHEAD = {"queue": 1, "tags": 2}
@@ -63,14 +59,8 @@ _WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward", Kind.W: "gr
 def location_of(instruction: Compute | Send | Receive | None, rank: int, program: Program, step: str) -> str:
     """Describe the stage, instruction and microbatch at which a rank of a pipeline is.
 
-    Args:
-        instruction: The instruction that runs; None once all have run, while messages are still being sent.
-        rank: Pipeline coordinate of the rank.
-        program: The program of the step.
-        step: The step's name, such as "training_step".
-
-    Returns:
-        Such as ``on pipeline rank 1, stage 1 of 2, action 1F0 of training_step (forward of microbatch 0)``.
+    Such as ``on pipeline rank 1, stage 1 of 2, action 1F0 of training_step (forward of microbatch 0)``. Without an
+    instruction, messages are still being sent.
     """
     stages = program.schedule.num_stages
     if instruction is None:

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.module_state.snapshots import (
-    ModuleSnapshot,
-    TensorSnapshot,
-    can_restore,
-    reachable_leaves,
-)
+from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot, can_restore, reachable_leaves
 from lightning_hybrid.step.objects.modules import modules_in
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import detached_copy
@@ -38,14 +33,10 @@ class StepSnapshot:
         batches: Any = (None, ()),
         writes_batch: bool = False,
     ) -> None:
-        """Copy the state.
+        """Copy the state before a step that writes the parameters of the FQNs ``written``.
 
-        Args:
-            root: The user's module.
-            written: FQNs of parameters that the step itself writes.
-            copied: Number of elements up to which attribute tensors are copied; larger ones must not be written.
-            batches: The batch of the step, and its microbatches, which share its memory.
-            writes_batch: Whether the step is known to write into its batch; otherwise large tensors are not copied.
+        Attribute tensors of more than ``copied`` elements must not be written. ``batches`` are the batch and its
+        microbatches, which share its memory; its large tensors are copied only if the step is known to write into it.
         """
         given = [tensor for tensor in tensors_inside(batches[0]) if can_restore(tensor)]
         small = [t for t in given if writes_batch or t.numel() <= _MAX_COPIED_OF_BATCH]
@@ -118,14 +109,9 @@ class StageModuleStates:
     def __init__(
         self, root: nn.Module, stages: Collection[int], num_forwards: int, buffers: Sequence[tuple[dict[str, Any], str]]
     ) -> None:
-        """Snapshot the modules before a step.
+        """Snapshot the modules before a step of so many forwards, of all ``stages`` of this rank.
 
-        Args:
-            root: The user's LightningModule.
-            stages: The stages of this rank.
-            num_forwards: Number of forwards of all these stages.
-            buffers: Buffers that every stage writes (``num_batches_tracked += 1``): the dict that contains each, and
-                its key.
+        ``buffers`` are those that every stage writes (``num_batches_tracked += 1``): the dict of each, and its key.
         """
         self._root = root
         self._last = max(stages)

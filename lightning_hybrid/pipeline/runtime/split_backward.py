@@ -94,15 +94,9 @@ class SplitBackward:
         gradients: Sequence[Tensor],
         run: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch.autograd.backward,
     ) -> list[DeferredGradient]:
-        """Run the backward of a forward marked by ``forward``, and defer gradients of weights.
+        """Run the backward of a forward marked by ``forward``, by ``run``; returns deferred gradients of weights.
 
-        Args:
-            roots: The outputs, of any shapes, from which it starts.
-            gradients: The gradients of the roots, of their shapes.
-            run: Runs the backward of these.
-
-        Returns:
-            The deferred gradients, for `finish`.
+        It starts from ``roots`` of any shapes, and ``gradients`` of their shapes.
         """
         for root in roots:
             if root.grad_fn is not None:

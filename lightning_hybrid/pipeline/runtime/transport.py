@@ -196,13 +196,9 @@ class ReceivedValues(Mapping[int, Tensor]):
         cloned: Collection[int],
         has_backward: bool,
     ) -> None:
-        """Set up for messages that are under way.
+        """Set up for messages that are under way; ``wait`` waits for one, and returns its tensors.
 
-        Args:
-            messages: The values of each message.
-            wait: Waits for a message, and returns its tensors.
-            cloned: Values that the step writes in place; it gets clones, since autograd leaves must not be written.
-            has_backward: Whether gradients are sent back.
+        The step gets clones of ``cloned`` values, which it writes in place, since autograd leaves must not be written.
         """
         self._messages, self._wait = messages, wait
         self._cloned, self._has_backward = cloned, has_backward
@@ -252,12 +248,7 @@ class ReceivedValues(Mapping[int, Tensor]):
 
 
 def value_of_broken_step(value: Value, device: torch.device) -> Tensor:
-    """The placeholder that is sent for a value which a broken step did not compute: all NaN, or zeros for integers.
-
-    Args:
-        value: The value in the recording; gives shape and dtype.
-        device: The device of this rank.
-    """
+    """The placeholder that is sent for a value which a broken step did not compute, of its shape: NaN, or zeros."""
     dtype = getattr(torch, value.dtype)
     content = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full(value.shape, content, dtype=dtype, device=device)

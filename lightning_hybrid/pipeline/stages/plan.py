@@ -163,12 +163,7 @@ class MissingGradients:
         return gradient
 
     def received(self, key: Key, gradient: Tensor) -> Tensor | None:
-        """The gradient of a value; None if the receiver had none.
-
-        Args:
-            key: The stages, and the index of the value.
-            gradient: The tensor that was received for it, of the shape of the value, as is the result.
-        """
+        """The gradient of a value, of the shape of the one that was received for it; None if the receiver had none."""
         if gradient.dtype not in _BITS or not gradient.numel() or not self._is_checked(key):
             return gradient
         integer, bits = _BITS[gradient.dtype]
@@ -423,12 +418,9 @@ def drop_absent_in_copy(root: nn.Module, copy: nn.Module) -> None:
 
 
 def unshard_parameters(plan: StagePlan, copy: nn.Module | None = None, kept_on: torch.device | None = None) -> None:
-    """Broadcast all parameters and buffers from their owners to every rank; collective over the pipeline.
+    """Broadcast all parameters and buffers from their owners to every rank, in the module or a copy; collective.
 
-    Args:
-        plan: The owners.
-        copy: A copy of the module with the same absent parameters; the module itself if None.
-        kept_on: Where parameters of other ranks stay once they have arrived; where they were if None.
+    ``kept_on`` is where parameters of other ranks stay once they have arrived; where they were if None.
     """
     if plan.num_ranks == 1 or not plan.is_partitioned:
         return

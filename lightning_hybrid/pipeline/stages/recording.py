@@ -19,7 +19,7 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.step.recording.guards import BranchCheck
-from lightning_hybrid.step.recording.record import record
+from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.replay.stage import StageReplay
 from lightning_hybrid.step.standins.numbers import is_absent_number
 from lightning_hybrid.step.standins.tensors import MARK
@@ -73,17 +73,8 @@ def record_once(
 
     grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
     with grad, context(), replaced(plan.root, "log", log, reason="records what a step logs"):
-        recording = record(
-            plan.root,
-            logged,
-            units,
-            name=name,
-            randomness=plan.randomness,
-            loss_required=train,
-            tracked_buffers=plan.tracked_buffers,
-            **options,
-        )
-    return replace(recording, logged=tuple(logs))
+        recipe = Recipe(plan.root, logged, units, name, plan.randomness, train, plan.tracked_buffers, **options)
+        return replace(recipe.record(), logged=tuple(logs))
 
 
 def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:

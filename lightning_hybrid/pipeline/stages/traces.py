@@ -108,14 +108,9 @@ class Call:
         contents: Mapping[int, Tensor],
         around: AbstractContextManager[Any] = _NOTHING,
     ) -> StageRun:
-        """Run the step on a batch without the model's arithmetic; its effects on the modules stay.
+        """Run the step on a batch without the model's arithmetic, ``around`` it; its effects on the modules stay.
 
-        Args:
-            plan: The stages of its module.
-            batch: The batch.
-            variant: The trace of the step.
-            contents: What reads of values of the model return, by index, in their shapes.
-            around: Entered around the step.
+        ``contents`` are what reads of values of the model return, by index, in their shapes.
         """
         replay = StageReplay(variant.recording, variant.assignment, plan.root, plan.randomness, contents=contents)
         with self.dry_run(plan, [replay]) as current, around:

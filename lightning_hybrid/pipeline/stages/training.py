@@ -11,15 +11,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.schedule import Action, Span
-
-if TYPE_CHECKING:
-    from lightning_hybrid.schedule import MemorySample
+from lightning_hybrid.schedule import Action, MemorySample, Span
 
 Mark = Any  # seconds of `time.perf_counter`, or a CUDA event
 
@@ -98,8 +95,6 @@ class ActionRecorder:
 
     def memory(self, rank: int) -> list[MemorySample]:
         """The memory in use between the actions; empty if it was not sampled."""
-        from lightning_hybrid.schedule import MemorySample
-
         seconds = self._seconds()
         return [MemorySample(rank, seconds(mark), size) for mark, size in self._memory]
 

@@ -22,7 +22,7 @@ from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.objects.modules import find_layers
-from lightning_hybrid.step.recording.record import record
+from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.step.standins.numbers import GUESSES
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
@@ -56,7 +56,7 @@ def record_in_one_stage(
         around = contextlib.nullcontext() if watching is None else watching(units)
         how: dict[str, Any] = {"name": "training_step", "randomness": randomness, "guesses": guesses}
         with torch.enable_grad(), current_hook(module, "training_step"), context(), no_logs, around:
-            graphs.append(record(module, step, units, **how).graph)
+            graphs.append(Recipe(module, step, units, **how).record().graph)
 
     layers = find_layers(dict(module.named_children())) if layers is None else layers
     # Units as of stages where a step reads parameters inside of layers.

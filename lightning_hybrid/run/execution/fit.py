@@ -77,7 +77,7 @@ class WeightedMicrobatches(StepPolicy):
         except RankOutOfMemory:
             if runner.can_share_batches or fit.can_double(runner, attempt.args[0]):
                 raise
-            from lightning_hybrid.pipeline.compare import describe_uncompared
+            from lightning_hybrid.pipeline.measure import describe_uncompared
 
             self._execution.abandon()
             fit.guard(partial(decide, has_room=False))  # a microbatch of one sample may fit where two samples do not

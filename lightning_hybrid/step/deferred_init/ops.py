@@ -214,8 +214,7 @@ class RecordedInitOps:
     def value(self, view: StorageView) -> Tensor:
         """Compute the value of a view, a tensor of its shape, by replaying operations; generators do not advance.
 
-        Raises:
-            InitialValueError: A real tensor that an operation read has changed since.
+        ``InitialValueError`` is raised if a real tensor that an operation read has changed since.
         """
         real: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad(), _disable_current_modes():

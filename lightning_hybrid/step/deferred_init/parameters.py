@@ -127,8 +127,7 @@ class InitialValues:
     def check(self, name: str, tensor: Tensor) -> None:
         """Check that a tensor on meta, of any shape, has recorded operations that give its value.
 
-        Raises:
-            InitialValueError: It was never written, or written without a record.
+        ``InitialValueError`` is raised if it was never written, or written without a record.
         """
         if self.is_adopted(tensor) and self._parameters[id(tensor)].version != tensor._version:
             raise InitialValueError(

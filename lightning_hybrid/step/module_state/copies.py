@@ -34,13 +34,9 @@ def copy_on_meta(value: _T, *, only_parameters: bool = False, memo: dict[int, An
     """A deep copy in which tensors are on the meta device; no bytes of them are copied.
 
     Tied parameters stay tied. Each parameter keeps its class, ``requires_grad`` and the attributes that the user set;
-    lazy ones stay lazy. A LightningModule's copy has no Trainer.
-
-    Args:
-        value: A module, or a tuple of modules and of objects that refer to them.
-        only_parameters: Whether other tensors (buffers, data sets) are copied with their values, as code that reads
-            values needs them. Tensors that result from an operation are on meta in any case.
-        memo: What stands for objects in the copy, by id, as for ``copy.deepcopy``.
+    lazy ones stay lazy. A LightningModule's copy has no Trainer. With ``only_parameters``, other tensors (buffers, data
+    sets) are copied with their values, as code that reads values needs them, unless they result from an operation.
+    ``memo`` is as for ``copy.deepcopy``.
     """
     parts = value if isinstance(value, tuple) else (value,)
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]

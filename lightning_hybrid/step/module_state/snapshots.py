@@ -164,13 +164,9 @@ class ModuleSnapshot(ArgumentSnapshot):
         without: Collection[nn.Module] = (),
         unhooked: Collection[nn.Module] = (),
     ) -> None:
-        """Record the state.
+        """Record the state of modules but those ``without``, from which ``restore`` removes new hooks if ``unhooked``.
 
-        Args:
-            root: The user's LightningModule.
-            buffers: Whether buffers are part of the state to restore.
-            without: Modules whose state is excluded.
-            unhooked: Those among the excluded modules from which ``restore`` removes hooks registered since.
+        Without ``buffers``, those are no part of the state to restore.
         """
         super().__init__(())
         self._unhooked, self._first_hook = unhooked, RemovableHandle.next_id

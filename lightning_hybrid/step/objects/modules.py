@@ -67,9 +67,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def find_layers(units: Mapping[str, nn.Module], closed: Collection[nn.Module] = ()) -> dict[str, nn.Module]:
     """The layers in these units, by FQN in the root; a unit without repeated layers is a layer itself.
 
-    Args:
-        units: By FQN.
-        closed: Lists whose members are no layers, such as experts.
+    Members of the lists ``closed``, such as experts, are no layers.
     """
     found: dict[str, nn.Module] = {}
     inside_closed = {inner for each in closed for inner in each.modules()}
@@ -131,14 +129,10 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def copied(value: Any, new: Callable[[Tensor], Tensor] = detached_copy, *, modules: bool = True) -> Any:
-    """A deep copy of any object, with new tensors for its tensors, non-leaf tensors included.
+    """A deep copy of any object, with new tensors for its tensors, non-leaf tensors included, of the same shapes.
 
-    A cache that a unit fills must be copied before each call of the unit.
-
-    Args:
-        value: The object; it is shared if it cannot be copied.
-        new: Creates the tensors of the copy; by default with their shapes and contents.
-        modules: Whether modules in it are copied too; otherwise the copy shares them.
+    A cache that a unit fills must be copied before each call of the unit. An object that cannot be copied is shared, as
+    are modules in it unless ``modules``.
     """
     memo: dict[int, Any] = {}
     for found in _tensors_and_modules_in(value, {}):

@@ -78,6 +78,11 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return unflatten([function(leaf) for leaf in leaves], spec)
 
 
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to each tensor, of any shape, among its leaves."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
 def _build(leaves: list[Any], start: int, spec: Spec | None) -> tuple[Any, int]:
     if spec is LEAF:
         return leaves[start], start + 1
@@ -124,11 +129,8 @@ class ContainerClassRegistered(BaseException):
 def register_container_class(leaf: Any) -> None:
     """Register the class of an object that a layer returns as a container if it has values of the model inside.
 
-    Args:
-        leaf: The object. One with nested objects, such as a cache that layers write into, stays a leaf.
-
-    Raises:
-        ContainerClassRegistered: The class has been registered.
+    One with nested objects, such as a cache that layers write into, stays a leaf. ``ContainerClassRegistered`` is
+    raised where the class has been registered.
     """
     kind = type(leaf)
     if kind in _LEAF_TYPES or kind in _OPENED or isinstance(leaf, Tensor | nn.Module) or not hasattr(leaf, "__dict__"):

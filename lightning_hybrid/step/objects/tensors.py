@@ -99,14 +99,10 @@ def subclasses_as_dicts(tree: Any) -> Any:
 
 
 def dicts_as_subclasses(tree: Any, *, trusts: bool = False) -> Any:
-    """The inverse of `subclasses_as_dicts`.
+    """The inverse of `subclasses_as_dicts`, in dicts, lists and tuples.
 
-    Args:
-        tree: Of dicts, lists and tuples.
-        trusts: Whether any class may be built; otherwise those that `torch.load(weights_only=True)` builds.
-
-    Raises:
-        CheckpointError: A class is unknown, or not to be trusted.
+    Without ``trusts`` only classes that `torch.load(weights_only=True)` builds are built, or else a ``CheckpointError``
+    is raised.
     """
     if type(tree) in (dict, OrderedDict):
         built = type(tree)((key, dicts_as_subclasses(value, trusts=trusts)) for key, value in tree.items())

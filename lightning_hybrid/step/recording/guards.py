@@ -206,8 +206,7 @@ class BranchCheck:
     ) -> None:
         """Compare a recording of ``step`` with others, which ``record_again`` makes with other numbers for those read.
 
-        Raises:
-            ControlFlowError: The step runs other operations when the numbers differ; in ``context``.
+        ``ControlFlowError`` is raised, in ``context``, where the step runs other operations when the numbers differ.
         """
         if not recording.numbers_read:
             return
@@ -216,7 +215,7 @@ class BranchCheck:
             other = self._recorded(record_again, probe)
             if other is None:
                 continue
-            same = _operations(other) == _operations(recording) and self._plain == plain
+            same = other.graph.operations == recording.graph.operations and self._plain == plain
             if not same or (self._float_changed(floats) and self._float_changes_again(record_again, probe)):
                 with context():
                     raise ControlFlowError(branch_message(recording.numbers_read), entry="branch")
@@ -235,7 +234,3 @@ class BranchCheck:
         """Whether it changed because of the probe; a kept time changes in each run."""
         floats = self._floats
         return self._recorded(record_again, probe) is not None and not self._float_changed(floats)
-
-
-def _operations(recording: Recording) -> list[tuple[str, tuple[int, ...]]]:
-    return [(node.name, node.inputs) for node in recording.graph.nodes]

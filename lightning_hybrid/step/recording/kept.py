@@ -8,6 +8,7 @@ of a momentum teacher); such a step runs on the batch, unsplit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -15,12 +16,7 @@ from torch import Tensor, nn
 from lightning_hybrid.batch.means import IDENTITIES, SUMS
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.module_state.snapshots import (
-    AttributePath,
-    ModuleSnapshot,
-    is_state,
-    reachable_leaves,
-)
+from lightning_hybrid.step.module_state.snapshots import AttributePath, ModuleSnapshot, is_state, reachable_leaves
 from lightning_hybrid.step.objects.pytree import children_of, flatten
 from lightning_hybrid.step.recording.reads import describe_tensors
 from lightning_hybrid.step.standins.numbers import AbsentFloat, has_absent_content, is_absent_number, line_of_read
@@ -61,18 +57,10 @@ class RecordedCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class KeptValues(NamedTuple):
-    """Values that a step keeps on its modules: the fields of these names of a ``Recording``."""
-
-    appended: tuple[Any, ...] = ()
-    kept_elsewhere: str = ""
-    kept_batch_tensors: tuple[tuple[AttributePath, tuple[int, ...]], ...] = ()
-
-
-def find_kept_values(
+def with_kept_values(
     root: nn.Module, before: ModuleSnapshot, old: Sequence[Any], watch: StepMode, recording: Recording
-) -> KeptValues:
-    """Find the values that a recorded step appends to lists, and the values that it keeps in other ways.
+) -> Recording:
+    """Add to a recording the values that its step appends to lists, and the values that it keeps in other ways.
 
     ``before`` is the state of the modules before the step, and ``old`` the leaves that were reachable from them then.
     """
@@ -87,7 +75,7 @@ def find_kept_values(
         elif isinstance(leaf, Tensor) and leaf.dim() and not is_absent(leaf):
             of_batch[location] = tuple(leaf.shape)
     if not kept and not of_batch:
-        return KeptValues()
+        return recording
     lists, lengths = find_lists(root), before.lengths()
     starts = {key: lengths[id(entries)] for key, entries in lists.items() if id(entries) in lengths}
     inside = {fqn for fqn, module in root.named_modules() if module in without}
@@ -105,7 +93,7 @@ def find_kept_values(
     appended = tuple(
         tuple(describe_tensors(entry, watch) for entry in lists[key][start:]) for key, start in grown.items()
     )
-    return KeptValues(appended, otherwise, tuple(bound))
+    return replace(recording, appended=appended, kept_elsewhere=otherwise, kept_batch_tensors=tuple(bound))
 
 
 def list_containing(location: AttributePath, lengths: Mapping[ListPath, int]) -> ListPath | None:
@@ -119,11 +107,7 @@ def list_containing(location: AttributePath, lengths: Mapping[ListPath, int]) ->
 
 
 def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read_at: str) -> None:
-    """Check that no number of the model that only other ranks have stays on the modules after a step.
-
-    Raises:
-        StepError: A number does; the last one was read at the line ``read_at``.
-    """
+    """Refuse a number of the model that only other ranks have and that stays on the modules, read at ``read_at``."""
     for location, leaf in reachable_leaves(root, skippable_modules(root, recordings)):
         if has_absent_content(leaf):
             raise StepError(
@@ -147,12 +131,8 @@ def why_not_mergeable(
 ) -> str:
     """Why the kept values of the batch cannot be merged from the microbatches'; empty if they can.
 
-    Args:
-        recording: Recording of the step on a microbatch.
-        samples: Number of samples of the microbatch, if known.
-        full: Recording of the step on the full batch, if it appends to lists and can be recorded there.
-        total: Number of samples of the batch, if known.
-        is_returned: Whether the output of the step is read.
+    ``recording`` is that of a microbatch of ``samples``; ``full`` that of the batch of ``total``, if the step appends
+    to lists and can be recorded there.
     """
     graph = recording.graph
     if recording.kept_elsewhere:

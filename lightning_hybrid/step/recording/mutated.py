@@ -65,8 +65,7 @@ class MutatedBatchTensors:
     def make_targets_absent(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make absent the batch tensors that an operation on values of the model is about to write.
 
-        Raises:
-            StepError: It writes into a view, whose base would not change.
+        ``StepError`` is raised where it writes into a view, whose base would not change.
         """
         target = kwargs.get("out")
         if target is None and args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):

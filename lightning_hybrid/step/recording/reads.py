@@ -19,13 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph.step_graph import Node, SizedBy
 from lightning_hybrid.step.module_state.attributes import computed_weights
-from lightning_hybrid.step.module_state.snapshots import (
-    AttributePath,
-    ModuleSnapshot,
-    reachable_leaves,
-)
+from lightning_hybrid.step.module_state.snapshots import AttributePath, ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.names import SIZED_BY_DATA
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import flatten, map_tensors
 from lightning_hybrid.step.standins.numbers import is_absent_number, line_of_read, source_values
 from lightning_hybrid.step.standins.tensors import MARK
 from lightning_hybrid.step.tracing.mode import StepMode, user_line
@@ -35,8 +31,7 @@ from lightning_hybrid.step.tracing.recording import ReturnedTensor
 def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
     """The values from which the numbers among the arguments of an operation were read.
 
-    Raises:
-        StepError: The values behind a number are unknown; it was read at the line ``read_at``.
+    ``StepError`` is raised where those behind a number are unknown; it was read at the line ``read_at``.
     """
     found = [values for leaf in leaves if (values := source_values(leaf)) is not None]
     lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and source_values(leaf) is None]
@@ -93,11 +88,7 @@ def find_escaped_values(
 
 def describe_tensors(value: Any, watch: StepMode) -> Any:
     """A kept or returned value with a ``ReturnedTensor`` in place of each tensor."""
-
-    def described(leaf: Any) -> Any:
-        return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(described, value)
+    return map_tensors(lambda tensor: ReturnedTensor(tuple(tensor.shape), watch.mark_of(tensor)), value)
 
 
 def number_in_buffer(root: nn.Module, before: ModuleSnapshot, without: Collection[nn.Module] = ()) -> str:
@@ -112,11 +103,7 @@ def number_in_buffer(root: nn.Module, before: ModuleSnapshot, without: Collectio
 
 
 def refuse_number_in_buffer(root: nn.Module, before: ModuleSnapshot, read_at: str) -> None:
-    """Check that a step that is to be replayed has written no number read from the model into a buffer.
-
-    Raises:
-        StepError: It has; other pipeline stages do not have the number, which was read at the line ``read_at``.
-    """
+    """Refuse a step that is to be replayed and has written a number, read at the line ``read_at``, into a buffer."""
     if read_at and (name := number_in_buffer(root, before)):
         raise StepError(
             f"{read_at}: the step writes a number read from the model into buffer {name!r}, which other pipeline stages"

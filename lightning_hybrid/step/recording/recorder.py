@@ -19,18 +19,11 @@ from lightning_hybrid.step.module_state.snapshots import ArgumentSnapshot, reach
 from lightning_hybrid.step.objects.names import TEXT_READS
 from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class
 from lightning_hybrid.step.objects.tensors import storage_id
-from lightning_hybrid.step.recording.gradients import (
-    FullGraphNeeded,
-    nodes_differentiated,
-)
+from lightning_hybrid.step.recording.gradients import FullGraphNeeded, nodes_differentiated
 from lightning_hybrid.step.recording.guards import UnguardedReads, plain_state
 from lightning_hybrid.step.recording.kept import selects_rows
 from lightning_hybrid.step.recording.layers import UnitDeduplicator
-from lightning_hybrid.step.recording.mutated import (
-    BufferInfo,
-    MutatedBatchTensors,
-    written_statistics,
-)
+from lightning_hybrid.step.recording.mutated import BufferInfo, MutatedBatchTensors, written_statistics
 from lightning_hybrid.step.recording.reads import (
     DynamicSizeReads,
     find_escaped_values,
@@ -45,12 +38,7 @@ from lightning_hybrid.step.standins.tensors import make_absent
 from lightning_hybrid.step.tracing.metrics import MetricDryRun
 from lightning_hybrid.step.tracing.mode import StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Leaf, Recording, Template, returned_values
-from lightning_hybrid.step.tracing.refusals import (
-    check_backward_call,
-    no_loss_error,
-    refuse_transforms,
-    signature_of,
-)
+from lightning_hybrid.step.tracing.refusals import check_backward_call, no_loss_error, refuse_transforms, signature_of
 
 _NUMBERS = (float, int, numpy.generic, numpy.ndarray)
 
@@ -335,8 +323,8 @@ def run_event_on_stand_ins(
 ) -> Any:
     """Run an operation or a unit that fake kernels cannot run while a step is recorded, by ``run_on_stand_ins``.
 
-    Raises:
-        UncapturedOutput: A unit computes a number of stand-ins, a plain float on which Python lets code branch.
+    ``UncapturedOutput`` is raised where a unit computes a number of stand-ins, a plain float on which Python lets code
+    branch.
     """
     if not name.startswith("@"):
         return run_on_stand_ins(run, args, kwargs, error)

@@ -52,8 +52,7 @@ class UnitChoice:
     def choose(self) -> dict[str, nn.Module]:
         """Return the current units by FQN, in the order of the module tree.
 
-        Raises:
-            StepError: A module has a full backward hook, and there are several stages.
+        ``StepError`` is raised where a module has a full backward hook, and there are several stages.
         """
         names = self._root.named_modules() if self._num_stages > 1 else ()
         hooked = [fqn for fqn, module in names if has_backward_hooks(module)]
@@ -140,12 +139,8 @@ def choose_units(
 ) -> dict[str, nn.Module]:
     """The units of ``root`` by FQN, in the order of the module tree.
 
-    Args:
-        root: The user's LightningModule.
-        num_stages: Number of stages; a module with more than 1/num_stages of all parameters is opened.
-        opened: FQNs of modules to descend into whatever their size; one without modules inside is no unit then.
-        closed: FQNs of modules without parameters that are units nevertheless.
-        mixtures: FQNs of modules that are not opened for their size.
+    A module with more than 1/``num_stages`` of all parameters is opened, but for ``mixtures``. So are ``opened`` ones,
+    whatever their size; one without modules inside is no unit then. ``closed`` ones are units without parameters.
     """
     total = num_elements(root)
     units: dict[str, nn.Module] = {}
@@ -270,9 +265,8 @@ class CapturedInputs:
     def reads_batch_alone(self, name: str, tensors: Iterable[Tensor], *, reads_model: bool) -> bool:
         """Whether an operation on tensors of any shapes reads nothing of the model; records units that stored one.
 
-        Raises:
-            UncapturedOutput: A value of the model comes from the attributes of a unit.
-            StepError: A value of the model comes from an unknown source.
+        A value of the model that comes from the attributes of a unit raises ``UncapturedOutput``, and one of an unknown
+        source ``StepError``.
         """
         for tensor in tensors:
             _, unit = self._after.get(id(tensor), (None, None))

@@ -76,11 +76,7 @@ class Divergence:
         return f"{name.removeprefix('@')}{' of ' if inputs else ''}{self._describe(inputs)} at {line}"
 
     def check_returned(self, result: Any, mark_of: Callable[[Tensor], int | None]) -> None:
-        """Check that the step returns the recorded values; the backward starts from the recorded scalar loss.
-
-        Raises:
-            StepChanged: It returns others.
-        """
+        """Check that the step returns the recorded values; the backward starts from the recorded scalar loss."""
         old = self._graph.returned
         now, loss = returned_values(result, mark_of)
         if now != old or self._graph.loss not in (None, loss):

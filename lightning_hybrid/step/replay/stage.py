@@ -155,16 +155,10 @@ class StageReplay:
     ) -> StageRun:
         """Run ``step`` on one microbatch, and execute only the operations of this stage.
 
-        Args:
-            step: Runs the user's step.
-            received: Full tensors that other stages sent, by value index; of any shapes.
-            parameters: FQN by id of all parameters and tracked buffers of the module.
-            current: The run in progress, from ``instrumented``.
-            shares: Weights of operations that average, by node index.
-            metrics: Metrics of the full batch, where this is one of several microbatches.
-
-        Raises:
-            StepChanged: The step ran other operations than when it was recorded.
+        ``received`` are full tensors that other stages sent, of any shapes, by value index; ``parameters`` FQNs of all
+        parameters and tracked buffers by id; ``shares`` weights of operations that average, by node index. ``metrics``
+        are given where this is one of several microbatches. ``StepChanged`` is raised where the step runs other
+        operations than recorded.
         """
         watch = self.watch(received, parameters)
         watch.shares, watch.metrics = shares or {}, metrics
@@ -184,19 +178,11 @@ class ReplayWatch(SkippingMode):
 
     def __init__(self, replay: StageReplay, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> None:
         super().__init__(parameters, replay.randomness)
-        self.units = replay.recording.units
-        self._stage = replay.stage
+        self.units, self._templates = replay.recording.units, replay.recording.templates
         graph = replay.recording.graph
         self._nodes, self.values, self._cloned = graph.nodes, graph.values, graph.cloned
-        self._node_stage = replay.assignment.node_stage
-        self._value_stage = replay.assignment.value_stage
-        self._templates = replay.recording.templates
-        self._wanted = replay.wanted
-        self._returned_or_kept = replay.returned_or_kept
-        self._reused, self._contents = replay.placeholders, replay.contents
-        self._device, self._received = replay.device, received
-        self._is_pipelined = replay.assignment.num_stages > 1
-        self._scalar_nodes = replay.scalar_nodes
+        self._replay, self._received, self._stage = replay, received, replay.stage
+        self._node_stage, self._value_stage = replay.assignment.node_stage, replay.assignment.value_stage
         self.shares: Mapping[int, Share] = {}
         self.metrics: FullBatchMetrics | None = None
         self.scalars = ScalarResults()
@@ -217,13 +203,12 @@ class ReplayWatch(SkippingMode):
         return mark is not None and self._value_stage[mark] != self._stage
 
     def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._contents:
+        if not self._replay.contents:
             return super()._read(name, func, args, kwargs)
         leaves, spec = flatten((args, kwargs))
         marks = [self.mark_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        filled = [
-            leaf if mark is None else self._contents.get(mark, leaf) for leaf, mark in zip(leaves, marks, strict=True)
-        ]
+        contents = self._replay.contents
+        filled = [leaf if mark is None else contents.get(mark, leaf) for leaf, mark in zip(leaves, marks, strict=True)]
         if any(isinstance(leaf, FakeTensor) for leaf in filled):
             return super()._read(name, func, args, kwargs)
         args, kwargs = unflatten(filled, spec)
@@ -283,7 +268,7 @@ class ReplayWatch(SkippingMode):
         is_checkpointed = self.checkpoint_depth and node.unit is not None and not paths
         out = checkpointed(run, args, kwargs) if is_checkpointed else run(*args, **kwargs)
         out, out_leaves = self._record_result(node, leaves, out)
-        if self.metrics is not None and node.index in self._scalar_nodes:
+        if self.metrics is not None and node.index in self._replay.scalar_nodes:
             repeatable = None if node.index in self.shares else run
             template, origin = self._templates[node.index], self.metrics.origin
             self.scalars.record(node, repeatable, args, kwargs, out_leaves, template, self.mark_of, origin)
@@ -311,7 +296,7 @@ class ReplayWatch(SkippingMode):
     def _with_full_tensors(self, out: Any, leaves: list[Any], template: Template) -> Any:
         """Gather the values that leave this run; user code then has the full tensors too."""
         for position, described in enumerate(template.leaves[: len(leaves)]):
-            if described.value in self._wanted:
+            if described.value in self._replay.wanted:
                 leaves[position] = materialize(leaves[position])
         return leaves[0] if isinstance(out, Tensor) else unflatten(leaves, flatten(out)[1])
 
@@ -319,12 +304,12 @@ class ReplayWatch(SkippingMode):
         self.mark(tensor, value)
         recorded = self.values[value]
         # Other stages use the recorded shape.
-        if tensor.shape != recorded.shape and not recorded.dynamic and self._is_pipelined:
+        if tensor.shape != recorded.shape and not recorded.dynamic and self._replay.assignment.num_stages > 1:
             raise shape_changed(user_line(), recorded.shape, tensor.shape)
-        if value in self._wanted and value not in self.results:
+        if value in self._replay.wanted and value not in self.results:
             tensor = materialize(tensor)
-            if tensor.dtype is not self._wanted[value]:  # other ranks read its bytes as the recorded dtype
-                raise dtype_changed(user_line(), self._wanted[value], tensor.dtype)
+            if tensor.dtype is not self._replay.wanted[value]:  # other ranks read its bytes as the recorded dtype
+                raise dtype_changed(user_line(), self._replay.wanted[value], tensor.dtype)
             self.results[value] = tensor.clone() if value in self._cloned else tensor
 
     def _resolve(self, leaf: Any) -> Any:
@@ -372,22 +357,22 @@ class ReplayWatch(SkippingMode):
         if value in self._received:
             fill(written, self._received_value(value).clone())
         elif not isinstance(written, FakeTensor):
-            fill(written, make_placeholder(self.values[value], self._device))
+            fill(written, make_placeholder(self.values[value], self._replay.device))
         self.mark(written, value)
-        if value in self._returned_or_kept and isinstance(written, FakeTensor):
+        if value in self._replay.returned_or_kept and isinstance(written, FakeTensor):
             self.placeholders.append((value, written))
 
     def _placeholder(self, value: int) -> FakeTensor:
-        if value in self._returned_or_kept:
-            placeholder = make_placeholder(self.values[value], self._device)
+        if value in self._replay.returned_or_kept:
+            placeholder = make_placeholder(self.values[value], self._replay.device)
             self.placeholders.append((value, placeholder))
             return placeholder
         if value in self._cloned:  # written in place later: the object will become another value
-            return make_placeholder(self.values[value], self._device)
+            return make_placeholder(self.values[value], self._replay.device)
         # Nothing refers to it after the run, so every run may return the same one.
-        if value not in self._reused:
-            self._reused[value] = make_placeholder(self.values[value], self._device)
-        return self._reused[value]
+        if value not in self._replay.placeholders:
+            self._replay.placeholders[value] = make_placeholder(self.values[value], self._replay.device)
+        return self._replay.placeholders[value]
 
     def _match(self, name: str, inputs: list[int]) -> Node:
         if self._next >= len(self._nodes):

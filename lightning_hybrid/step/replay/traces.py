@@ -105,13 +105,10 @@ class TraceTree(Generic[Trace]):
         randomness: KeyedRandomness,
         before: ModuleSnapshot,
     ) -> Trace:
-        """Run ``step`` without the operations of the model, and return the trace that it takes.
+        """Run ``step`` without the operations of the model, and return its trace, or raise ``UnknownTrace``.
 
         ``before`` is the state of the modules before, without those inside of units; the rest is as for
         ``StageReplay.run``.
-
-        Raises:
-            UnknownTrace: The trace is not recorded.
         """
         watch = _DryRun(self._start, self.units, self._attribute_paths, parameters, randomness)
         try:

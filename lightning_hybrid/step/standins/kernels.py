@@ -34,7 +34,7 @@ from torch.distributions import Distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.step.objects.modules import copied
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves, tensors_inside, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves, map_tensors, tensors_inside, unflatten
 from lightning_hybrid.step.standins.tensors import FAKE_MODE, make_absent
 
 _ATEN = torch.ops.aten
@@ -168,7 +168,7 @@ def run_kernel_on_stand_ins(func: Any, args: Any, kwargs: Any, error: Exception)
         out = func(*real_args, **real_kwargs)
     except Exception as failure:
         raise error from failure
-    return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
+    return map_tensors(make_absent, out)
 
 
 def _constant_tensor(tensor: FakeTensor, value: int) -> Tensor:

@@ -80,11 +80,7 @@ class AbsentFloat(float):
         return name in _ADDITIVE or (name in _SCALING and len(absent) == 1 and absent[0] is operands[0])
 
     def computed(self, content: Mapping[int, Any]) -> bool | int | float:
-        """Compute it from the values, tensors of one element by value index.
-
-        Raises:
-            KeyError: A value is not there.
-        """
+        """Compute it from the values, tensors of one element by value index; ``KeyError`` if one is not there."""
         if self.operation is None:
             [value] = self.values
             number: bool | int | float = content[value].item()

@@ -126,9 +126,7 @@ def is_absent(value: Any) -> bool:
 def drop(parameter: Tensor, device: torch.device | None = None) -> None:
     """Free the storage of ``parameter`` in place: the same object becomes absent and keeps the user's attributes.
 
-    Args:
-        parameter: Of any shape, with content, or on the meta device.
-        device: The device that it reports from now on; its present device if None.
+    It may have any shape, and be on the meta device; it reports ``device`` from now on, its present one if None.
     """
     absent = make_absent_parameter(parameter, device)
     parameter.grad = None
@@ -164,8 +162,7 @@ def swap_in_place(first: Tensor, second: Tensor) -> None:
 def absent_members(root: nn.Module, tracked: Collection[str]) -> Iterator[dict[int, str]]:
     """Replace parameters, and the buffers of the FQNs ``tracked``, by fresh stand-ins for a recording.
 
-    Yields:
-        FQN by id of the stand-in; members that are one tensor share one, under the first name.
+    What is yielded is the FQN by id of the stand-in; members that are one tensor share one, under the first name.
     """
     saved: list[tuple[Any, Any, Tensor]] = []
     stand_ins: dict[int, tuple[Tensor, str]] = {}

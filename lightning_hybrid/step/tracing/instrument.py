@@ -22,16 +22,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lightning_hybrid.graph.step_graph import SINK
-from lightning_hybrid.patching import ReplacedAll, replace, replaced, replaced_forwards
+from lightning_hybrid.patching import ReplacedAll, replaced, replaced_forwards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.tracing.asides import emit_side_outputs, with_side_outputs
 from lightning_hybrid.step.tracing.compiled import compiled_forward
-from lightning_hybrid.step.tracing.functions import (
-    functions_with_repeated_draws,
-    intercepted_functions,
-    user_functions,
-)
+from lightning_hybrid.step.tracing.functions import functions_with_repeated_draws, intercepted_functions, user_functions
 from lightning_hybrid.step.tracing.mode import CurrentRun, StepMode
 
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
@@ -55,7 +51,7 @@ def intercepted_step(
         intercepted_functions(current),
         patched_checkpointing(current, randomness),
         slow_attention(),
-        no_inference_mode(),
+        replaced(torch.inference_mode, "__enter__", _enter_no_grad, reason="no inference tensors in steps"),
     ):
         yield
 
@@ -83,25 +79,20 @@ def draw_as_stages(
         yield
 
 
-@contextlib.contextmanager
-def no_inference_mode() -> Iterator[None]:
-    """Replace ``torch.inference_mode`` by ``torch.no_grad``: inference tensors have no version counter for writes."""
-    enter = torch.inference_mode.__enter__
-
-    def enter_no_grad(self: Any) -> None:
-        if not self.mode:
-            return enter(self)
-        self._inference_mode_context = torch.no_grad()
-        self._inference_mode_context.__enter__()
-
-    with replaced(torch.inference_mode, "__enter__", enter_no_grad, reason="no inference tensors in steps"):
-        yield
+_enter_inference = torch.inference_mode.__enter__
 
 
-@contextlib.contextmanager
+def _enter_no_grad(context: Any) -> None:
+    """Enter ``torch.inference_mode`` as ``torch.no_grad``: inference tensors have no version counter for writes."""
+    if not context.mode:
+        return _enter_inference(context)
+    context._inference_mode_context = torch.no_grad()
+    context._inference_mode_context.__enter__()
+
+
 def intercepted_units(
     current: CurrentRun, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
-) -> Iterator[None]:
+) -> ReplacedAll:
     """Make each call of these units one event of the current run, outside its forward and inside its hooks."""
 
     def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,12 +108,10 @@ def intercepted_units(
 
         return forward
 
-    with replaced_forwards(units, wrap, reason="units are nodes of a step"):
-        yield
+    return replaced_forwards(units, wrap, reason="units are nodes of a step")
 
 
-@contextlib.contextmanager
-def intercepted_metrics(current: CurrentRun, sinks: Mapping[str, nn.Module]) -> Iterator[None]:
+def intercepted_metrics(current: CurrentRun, sinks: Mapping[str, nn.Module]) -> ReplacedAll:
     """Make each call of these metrics one event of the current run."""
 
     def intercepted(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,12 +125,9 @@ def intercepted_metrics(current: CurrentRun, sinks: Mapping[str, nn.Module]) -> 
 
         return call
 
-    with contextlib.ExitStack() as undo:
-        for fqn, sink in sinks.items():
-            for method in _METRIC_METHODS:
-                function = intercepted(fqn, method, getattr(sink, method))
-                undo.callback(replace(sink, method, function, reason="metrics are nodes of a step"))
-        yield
+    methods = ((fqn, sink, method) for fqn, sink in sinks.items() for method in _METRIC_METHODS)
+    patches = ((sink, method, intercepted(fqn, method, getattr(sink, method))) for fqn, sink, method in methods)
+    return ReplacedAll(patches, reason="metrics are nodes of a step")
 
 
 # The generators in which ``checkpoint`` runs the function; torch 2.14 has the first, and calls only that one.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, map_tensors, unflatten
 from lightning_hybrid.step.standins.tensors import is_absent, make_absent
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class MetricDryRun:
                 out = getattr(self._copies[fqn], method)(*real_args, **real_kwargs)
             except Exception:  # a metric may refuse random values; its result is then assumed to be one number
                 out = torch.zeros(()) if method in ("forward", "compute") else None
-            return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
+            return map_tensors(make_absent, out)
 
         return dry_run
 

@@ -33,13 +33,7 @@ from lightning_hybrid.step.standins.numbers import (
     content_message,
     stand_in_for_content,
 )
-from lightning_hybrid.step.standins.tensors import (
-    MARK,
-    SHAPE_METHODS,
-    SHAPE_PROPERTIES,
-    full_shape_meta,
-    is_absent,
-)
+from lightning_hybrid.step.standins.tensors import MARK, SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta, is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch
 
 # Properties that create a tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.

@@ -16,11 +16,7 @@ from lightning_hybrid.step.tracing.mode import user_line
 
 
 def refuse_transforms(name: str) -> None:
-    """Checks that no transform is active around the operation ``name`` on values of the model.
-
-    Raises:
-        StepError: One is active.
-    """
+    """Refuse a transform of ``torch.func`` around the operation ``name`` on values of the model."""
     if torch._C._are_functorch_transforms_active():
         raise StepError(
             f"{user_line()}: {name} runs inside a transform of torch.func (vmap, grad, jvp or one made of these),"
@@ -43,11 +39,7 @@ def no_loss_error(name: str, result: Any) -> StepError:
 
 
 def check_backward_call(line: str, *, is_replayed: bool) -> None:
-    """Refuses a step that calls ``backward()`` itself at ``line``, unless the recording is for inspection only.
-
-    Raises:
-        StepError: The recording will be replayed.
-    """
+    """Refuse a step that calls ``backward()`` itself at ``line``, unless the recording is for inspection only."""
     if is_replayed:
         raise StepError(
             f"{line}: the step calls backward() itself, which would run on one stage instead of all; add the term to"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,11 +22,10 @@ from lightning_hybrid.batch.split import (
     why_unsplit,
 )
 from lightning_hybrid.errors import UnfitError, is_out_of_memory
-from lightning_hybrid.pipeline.compare import compare_gradients
 from lightning_hybrid.pipeline.measure import (
+    Comparison,
     LossWeighting,
     agree_on_weighting,
-    measure_weighting,
 )
 from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.staged import StepRunner
@@ -216,7 +214,8 @@ def _measured(
         had_no_room = had_no_room or is_out_of_memory(error)
         return False
 
-    found = measured = measure_weighting(module, step, call.batch, 2, None, randomness, call.context, note)
+    comparison = Comparison(module, step, randomness, call.context, agree, note)
+    found = measured = comparison.measure(call.batch, 2, None)
     compared = runner.compare_recorded_means(call, note)
     uses_means = True
     if not compared:
@@ -229,11 +228,8 @@ def _measured(
         differing = next(each for each in compared if not each.agrees(each.by_samples))
         found = LossWeighting(differing=(differing.full, differing.by_samples))
     first = runner.plan.first
-    one, parts, samples, losses = found.first_with_weights(halves(call.batch, 2))
-    gradients = compare_gradients(
-        *(module, step, one, parts, samples, losses, randomness, call.context, contextlib.nullcontext, agree, note),
-        is_nonlinear=first is not None and (first.recording.has_functions or first.recording.has_hooks),
-    )
+    is_nonlinear = first is not None and (first.recording.has_functions or first.recording.has_hooks)
+    weighed = comparison.with_gradients(found, halves(call.batch, 2), is_nonlinear=is_nonlinear)
     if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss
-        found = found.with_gradients(gradients)
+        found = weighed
     return found._replace(unexplained=measured.unexplained), uses_means, not had_no_room
