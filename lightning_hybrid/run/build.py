@@ -14,8 +14,9 @@ from torch import nn
 from lightning_hybrid.params.gradient_hooks import on_full_gradient
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.module_state import FullOrShardedState
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.strategies.world.callbacks import FullAtTrainEnd, around_validation
 from lightning_hybrid.techniques.actives import Actives

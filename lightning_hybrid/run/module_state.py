@@ -26,8 +26,9 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.plan import unshard_parameters
+from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.optimizer_states import OptimizerStates, is_in_first_copy
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.partial import (

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.params.boxes import shard_of
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.connected import Optimization
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 _Table = dict[str, list[Any]]

@@ -19,7 +19,8 @@ from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff
 from lightning_hybrid.pipeline.stages.training import ActionRecorder, Backwards, StepUndone
 from lightning_hybrid.run.build import RunOwner
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.connected import Optimization
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.soft_failures import only_informs
