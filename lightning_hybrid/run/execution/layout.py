@@ -245,15 +245,13 @@ class LayoutChooser(StepPolicy):
     def _why_not_partitionable(self, arguments: Sequence[Any]) -> Exception | None:
         """Return why the step cannot be recorded and partitioned as it is now; discards the recording."""
         setting, metrics = self._setting, self._run.metrics
-        module, world = setting.module, setting.world
+        world = setting.world
         from lightning_hybrid.pipeline.plain import PlainRunner
-        from lightning_hybrid.strategies.start.runner_factory import make_runner
+        from lightning_hybrid.run.runner import make_runner
 
         assert metrics is not None
         randomness = KeyedRandomness(setting.seed, setting.device)
-        _, runner = make_runner(
-            module, world.mesh, world, setting.options, randomness, metrics, lambda: self._run.parts
-        )
+        _, runner = make_runner(setting, world.mesh, randomness, metrics, lambda: self._run.parts)
         call = self._execution.call("training_step", arguments, Backwards())
         try:
             with setting.contexts.training_step_hook():
