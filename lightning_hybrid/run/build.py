@@ -167,8 +167,9 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
     from lightning_hybrid.params.reads.gather import Stages
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.pipeline.stages.plan import buffer_owners
+    from lightning_hybrid.strategies.user_code.checkpoint_hooks import CheckpointHooks
     from lightning_hybrid.strategies.user_code.loaders import wrap_loaders
-    from lightning_hybrid.strategies.user_code.watched import summarize_full_parameters, wrap_user_hooks
+    from lightning_hybrid.strategies.user_code.watched import HookWatch, summarize_full_parameters
 
     setting, undo = run.setting, run.until_end
     trainer, module = setting.trainer, setting.module
@@ -204,17 +205,16 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
         synchronizes=lambda refers: _loaders_synchronize(owner.run, refers),
     )
     undo.callback(loaders)
-    hooks = wrap_user_hooks(
+    watch = HookWatch(
         trainer,
-        module,
-        reads,
         latest=lambda: owner.run.hook_reads or reads,
         is_sharded=in_shards,
         complete=lambda: owner.gradients_are_complete,
         passes=setting.world.passes,
         copies=lambda: setting.averages.copies,
     )
-    undo.callback(hooks)
+    undo.callback(watch.wrap())
+    undo.callback(CheckpointHooks(watch, reads).wrap())
     return reads
 
 
