@@ -46,13 +46,8 @@ class LayerwiseStep(MovedStates):
     ) -> None:
         """Replace the optimizer's step.
 
-        Args:
-            optimizer: Built, and not stepped yet; some parameters may be absent, others added later;
-                `why_not_layerwise` is empty for it.
-            layers: The parameters of each layer, in the order of stepping.
-            folder: For the file; None for memory.
-            regions: Regions of files that hold the parameters themselves, by their ids.
-            states_on: Device of the states, and of the step.
+        Some parameters may be absent, others added later. ``layers`` are in the order of stepping; ``folder`` is for
+        the file; ``regions`` are of files that hold the parameters themselves, by their ids.
 
         Raises:
             OffloadError: There is no room in the folder, or it cannot be written.

@@ -40,11 +40,7 @@ class OwnerStep:
     ) -> None:
         """Replace the optimizer's step; collective if it has states already.
 
-        Args:
-            optimizer: Steps each parameter independently of the others; parameters may be added to it later.
-            parts: Local shards of the module.
-            names: FQNs of the module's parameters, by id.
-            is_full: Whether parameters are full on every rank now; then the optimizer's own step runs.
+        Parameters may be added to it later. Where they are full on every rank, the optimizer's own step runs.
         """
         self.optimizer, self._parts, self._is_full = optimizer, parts, is_full
         self._names = names

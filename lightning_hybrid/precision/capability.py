@@ -20,10 +20,6 @@ _NEEDED = {
 def check_device_precision(precision: str, device: torch.device) -> None:
     """Check that a device has arithmetic of a number format; formats and devices without a known limit pass.
 
-    Args:
-        precision: As Lightning spells it, or "float8".
-        device: On which the model computes.
-
     Raises:
         PrecisionError: The device has none.
     """

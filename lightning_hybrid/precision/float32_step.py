@@ -70,10 +70,8 @@ class Float32Step:
     def __init__(self, optimizer: Optimizer, *, keeps_masters: bool, rounding: Rounding = round_to_nearest) -> None:
         """Replace the optimizer's ``step`` and ``load_state_dict``.
 
-        Args:
-            optimizer: Takes no closure of its own; some parameters may be absent, and some of other dtypes.
-            keeps_masters: Whether float32 copies are states of the optimizer.
-            rounding: Writes the new values of parameters.
+        With ``keeps_masters`` float32 copies are states of the optimizer; ``rounding`` writes the new values of
+        parameters.
 
         Raises:
             PrecisionError: The optimizer needs a closure.

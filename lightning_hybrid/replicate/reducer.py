@@ -359,10 +359,7 @@ class GradientReducer:
 def average_sparse(gradient: Tensor | None, parameter: Tensor, group: ProcessGroup) -> Tensor | None:
     """Averages gradients that are sparse in their first dim over all ranks; collective.
 
-    Args:
-        gradient: The gradient of this rank, of the shape (rows, ...) of the parameter, sparse or dense; or None.
-        parameter: Its parameter; gives shape, dtype and device to ranks without a gradient.
-        group: The ranks to average over. A rank without a gradient counts as zeros.
+    The gradient is sparse or dense, of shape (rows, ...), or None, which counts as zeros.
 
     Returns:
         A coalesced sparse tensor of the parameter's shape, the same on all ranks; None if no rank has a gradient.

@@ -66,13 +66,8 @@ def build_run(
 ) -> tuple[Run, ModulePartition | None, bool]:
     """Partition and shard the module, which is full, and connect layers and hooks to the shards; collective.
 
-    Args:
-        setting: Of the run.
-        owner: Replaces the run when the layout changes.
-        may_retry: Whether a training batch may still show that the step can be partitioned after all.
-        arguments: Of the training step that comes next, if the run has begun.
-        refusal: Why the step cannot be partitioned, where that is known on all ranks.
-        fills_empty: Whether the module was built without storage.
+    ``may_retry`` says that a training batch may still show that the step can be partitioned after all; ``refusal`` says
+    why it cannot be, where all ranks know that. ``arguments`` are of the training step that comes next.
 
     Returns:
         The run; the decisions on it, if there were any; whether all initial values were assigned.

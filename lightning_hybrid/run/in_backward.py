@@ -42,12 +42,7 @@ def connect_steps_in_backward(
 ) -> StepsInBackward | None:
     """Step parameters as soon as their gradients are averaged, if the user wants it.
 
-    Args:
-        run: Under its present layout.
-        optimizers: Of the Trainer.
-        watched: Those that may combine all parameters in their step.
-        moved: Those whose states are elsewhere between steps.
-        reducers: Average gradients, by stage.
+    ``watched`` are optimizers that may combine all parameters in their step.
 
     Raises:
         BackwardStepError: The step needs all gradients at once, or user code may read them.

@@ -51,11 +51,7 @@ class Place(Enum):
 def place_for(full: int, missing: int, num_processes: int, device: torch.device) -> Place:
     """Return where a rank has room for full parameters.
 
-    Args:
-        full: Bytes of all parameters.
-        missing: Those that other ranks have.
-        num_processes: Ranks of this node, which share the host's memory.
-        device: The rank's device.
+    ``full`` are the bytes of all parameters, ``missing`` those that other ranks have. Ranks of a node share its memory.
     """
     if device.type == "cpu":
         return Place.DEVICE if num_processes * missing < free_on_host() else Place.SHARDS

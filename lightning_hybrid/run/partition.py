@@ -51,9 +51,7 @@ class ModulePartition:
     def decide(self, arguments: Sequence[Any] | None, refusal: str) -> Run:
         """Partition the module into stages if its step can be recorded, else into shards.
 
-        Args:
-            arguments: Of the training step that comes next, if the run has begun.
-            refusal: Why the step cannot be partitioned, where that is known on all ranks.
+        ``refusal`` says why the step cannot be partitioned, where all ranks know that.
         """
         setting, options = self._setting, self._setting.options
         self._plan_on_mesh()

@@ -30,10 +30,8 @@ class ShardedStep:
     def __init__(self, optimizer: Optimizer, ranks: dist.ProcessGroup, placements: Mapping[int, Shard]) -> None:
         """Replace the optimizer's step.
 
-        Args:
-            optimizer: Whose step is the same function for shards of a parameter as for the full one.
-            ranks: That have equal parameters and gradients.
-            placements: By id of each parameter that is a shard between training steps, as its gradient and states are.
+        It is the same function for shards of a parameter as for the full one. ``placements`` are by id of each
+        parameter that is a shard between training steps, as its gradient and states are.
         """
         self._optimizer, self._ranks, self._placements = optimizer, ranks, placements
         self._original = optimizer.step

@@ -313,13 +313,7 @@ def describe_verdict(verdict: Verdict, precision: str) -> str:
 
 
 def describe_mixing_of_step(module: nn.Module, mixing: Mixing, replicas: int) -> str:
-    """The warning about a full batch that is not the mean over its microbatches.
-
-    Args:
-        module: The user's module.
-        mixing: Both numbers.
-        replicas: Number of replicas.
-    """
+    """The warning about a full batch that is not the mean over its microbatches."""
     from lightning_hybrid.run.execution.fit import batch_norms_in_training
 
     layers = len(batch_norms_in_training(module))

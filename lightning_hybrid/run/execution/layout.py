@@ -272,13 +272,7 @@ class LayoutChooser(StepPolicy):
 
 
 def with_cuts_of_checkpoint(trainer: pl.Trainer, options: Options, layout: ParallelLayout) -> Options:
-    """Return the options of a run, with the cuts that the run which it resumes has chosen.
-
-    Args:
-        trainer: Of the run; its callbacks have what the checkpoint says.
-        options: The arguments of the strategy.
-        layout: The parallel sizes.
-    """
+    """Return the options of a run, with the cuts that the run which it resumes has chosen."""
     if trainer.state.fn != TrainerFn.FITTING or layout.pipeline_parallel_size == 1:
         return options
     num_stages = layout.pipeline_parallel_size * options.stages_per_rank
