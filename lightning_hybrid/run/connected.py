@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 from lightning_hybrid.run.run import Run
+from lightning_hybrid.techniques.reducers import Reducers
 
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
     from lightning_hybrid.optimizers.moved import MovedStates
     from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
     from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
-    from lightning_hybrid.techniques.reducers import Reducers
 
 
 class ConnectedOptimizers:
@@ -68,7 +68,7 @@ class ConnectedOptimizers:
 
     def _check_averages(self, optimizer: Optimizer) -> None:
         """Refuse gradients to which another backward has added after their average over the replicas."""
-        unaveraged = {key: name for each in self._reducers.values() for key, name in each.unaveraged.items()}
+        unaveraged = {key: name for each in self._reducers.every for key, name in each.unaveraged.items()}
         for group in optimizer.param_groups if unaveraged else ():
             for p in group["params"]:
                 if id(p) in unaveraged and p.grad is not None and bool(p.grad.any()):
@@ -128,7 +128,7 @@ class Optimization:
         step_hooks: Numbers of the hooks on steps that optimizers were built with.
     """
 
-    reducers: Reducers = dataclasses.field(default_factory=dict)
+    reducers: Reducers = dataclasses.field(default_factory=Reducers)
     tied: TiedParameters | None = None
     buffers: ReplicaBufferBroadcast | None = None
     moved: tuple[MovedStates, ...] = ()

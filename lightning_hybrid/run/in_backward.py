@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
-from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.strategies.user_code.hooks import overrides
@@ -71,9 +70,9 @@ def connect_steps_in_backward(
         names={id(p): name for name, p in setting.module.named_parameters()},
     )
     run.until_end.callback(steps.close)
-    for stage, reducer in reducers.items():
+    for stage, members in reducers.items():
         # With stages, those of None are summed over stages after they are averaged.
-        if isinstance(reducer, GradientReducer) and (stage is not None or not is_partitioned):
+        for reducer in members if stage is not None or not is_partitioned else ():
             reducer.call_on_averages(steps.step)
     run.active.step_in_backward(steps.step_shards)
     return steps

@@ -72,7 +72,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
         sharded=run.parts.names,
     )
-    for reducer in reducers.values():
+    for reducer in reducers.every:
         undo.callback(reducer.close)
     counted_parameters = [p for p in setting.module.parameters() if id(p) in counted]
     parts = _parts_of_norms(run)

@@ -65,7 +65,7 @@ def _table(run: Run, optimization: Optimization) -> _Table:
     return {
         "parameters": parameters,
         "gathers": [(group.fqn, *group.parameters) for group in groups],
-        "averages": [(str(stage), *reducer.names) for stage, reducer in optimization.reducers.items()],
+        "averages": [(stage, *each.names) for stage, members in optimization.reducers.items() for each in members],
     }
 
 

@@ -150,10 +150,10 @@ class TrainingBackwards(Backwards):
         if (steps := execution.optimization.in_backward) is not None:
             steps.begin_backward(is_last=is_last)
             if not active.reduces_gradients and is_last and run.plain_runner is not None and execution.is_syncing:
-                reducers[None].arm()  # otherwise averaged after the step
+                reducers.arm(None)  # otherwise averaged after the step
         active.before_backward(stage, is_last)
-        if not active.reduces_gradients and is_last and execution.is_syncing and stage in reducers:
-            reducers[stage].arm()
+        if not active.reduces_gradients and is_last and execution.is_syncing:
+            reducers.arm(stage)
 
     def after(self, stage: int, is_last: bool) -> None:
         """Free what the backward of a stage has gathered."""
@@ -161,9 +161,8 @@ class TrainingBackwards(Backwards):
 
     def reduce(self, stage: int) -> None:
         """Wait for the averages of the gradients of a stage."""
-        reducers = self._execution.optimization.reducers
-        if self._execution.is_syncing and stage in reducers:
-            reducers[stage].finish()
+        if self._execution.is_syncing:
+            self._execution.optimization.reducers.finish(stage)
 
 
 class StepExecution:
@@ -287,9 +286,8 @@ class StepExecution:
         if not run.active.reduces_gradients:
             start = self.recorder.mark()
             if optimization.in_backward is None or run.plain_runner is None:
-                optimization.reducers[None].reduce()
-            else:
-                optimization.reducers[None].finish()
+                optimization.reducers.arm(None)
+            optimization.reducers.finish(None)
             if run.plain_runner is not None and run.mesh.size("data") > 1:  # schedules have their own reductions
                 self.recorder.add(Action(Kind.REDUCE, 0), start)
         run.active.complete_gradients()
@@ -387,7 +385,8 @@ class StepExecution:
             finish()()
         if skipped and self.is_syncing and setting.trainer.accumulate_grad_batches > 1:
             # Gradients of earlier batches, which no backward averages now.
-            self.optimization.reducers[None].reduce()
+            self.optimization.reducers.arm(None)
+            self.optimization.reducers.finish(None)
         return output
 
     # -- the backward that Lightning calls ----------------------------------------------------------------------------
@@ -422,7 +421,7 @@ class StepExecution:
             if (steps := self.optimization.in_backward) is not None:
                 steps.allow(True)
                 steps.begin_backward(is_last=True)
-            for reducer in self.optimization.reducers.values():
+            for reducer in self.optimization.reducers.every:
                 reducer.arm()
 
     def _after_plain_backward(self) -> None:
@@ -432,7 +431,7 @@ class StepExecution:
         run = self.run
         self._are_averages = self.is_syncing
         if (run.runner is None or self.setting.is_manual) and self.is_syncing:
-            for reducer in self.optimization.reducers.values():
+            for reducer in self.optimization.reducers.every:
                 reducer.finish()
             if run.mesh.size("data") > 1:
                 self.recorder.add_since_last(Action(Kind.REDUCE, 0))
@@ -455,7 +454,7 @@ class StepExecution:
         self._until_backward.close()
         self._finish_logs = None
         drop_logger_calls(self.setting.module)
-        for reducer in self.optimization.reducers.values():
+        for reducer in self.optimization.reducers.every:
             reducer.abandon()
 
     def explain(self, error: BaseException) -> None:
