@@ -55,6 +55,28 @@ class RunOwner(Protocol):
         """Build the run again between two steps, as ``build_run``; return ``may_retry`` as it is now; collective."""
 
 
+class OwnedByRun:
+    """A part of the execution of a run, which reads the present run of its owner."""
+
+    def __init__(self, owner: RunOwner) -> None:
+        self._owner = owner
+
+    @property
+    def run(self) -> Run:
+        """The present run."""
+        return self._owner.run
+
+    @property
+    def optimization(self) -> Optimization:
+        """Its reducers and optimizers."""
+        return self._owner.optimization
+
+    @property
+    def setting(self) -> Setting:
+        """Its setting."""
+        return self._owner.setting
+
+
 def build_run(
     setting: Setting,
     owner: RunOwner,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute.policies import Recompute
@@ -297,14 +297,6 @@ class RunLifecycle:
         self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward, and compare the gradients of the first step; return the loss, of shape ``()``."""
-
-        def then() -> None:
-            self.first_step.after_backward(is_complete=self.execution.is_syncing)
-
-        return self.execution.backward(loss, optimizer, *args, then=then, **kwargs)
 
     def checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Check that an optimizer steps as in one process; return its closure, which checks gradients too.

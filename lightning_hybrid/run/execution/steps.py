@@ -18,9 +18,7 @@ from lightning_hybrid.errors import RankOutOfMemory
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff
 from lightning_hybrid.pipeline.stages.training import ActionRecorder, Backwards, StepUndone
-from lightning_hybrid.run.build import RunOwner
-from lightning_hybrid.run.connected import Optimization
-from lightning_hybrid.run.run import Run
+from lightning_hybrid.run.build import OwnedByRun, RunOwner
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.soft_failures import only_informs
@@ -73,6 +71,9 @@ class StepPolicy:
     def recovers(self, attempt: Attempt, error: Exception) -> bool:
         """Change what must change, so that a step whose attempt has been undone can run again; False if this cannot."""
         return False
+
+    def after_backward(self, *, is_complete: bool) -> None:
+        """Called after a backward that Lightning calls, whose gradients are averaged if they are complete."""
 
     def after_batch(self, output: Any) -> None:
         """Called after a training step with its output, as Lightning gets it."""
@@ -165,7 +166,7 @@ class TrainingBackwards(Backwards):
             self._execution.optimization.reducers.finish(stage)
 
 
-class StepExecution:
+class StepExecution(OwnedByRun):
     """Runs the user's steps: by the runner where there is one, unchanged where there is none.
 
     Attributes:
@@ -177,7 +178,7 @@ class StepExecution:
     """
 
     def __init__(self, owner: RunOwner, evaluated: Iterator[int]) -> None:
-        self._owner = owner
+        super().__init__(owner)
         self.policies: tuple[StepPolicy, ...] = ()
         self.recorder = ActionRecorder(owner.setting.device)
         self.activations = FirstActivations(owner.setting)
@@ -187,21 +188,6 @@ class StepExecution:
         self._evaluated = evaluated
         self._finish_logs: Callable[[], Callable[[], None]] | None = None
         self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are both compiled
-
-    @property
-    def run(self) -> Run:
-        """The present run."""
-        return self._owner.run
-
-    @property
-    def optimization(self) -> Optimization:
-        """Its reducers and optimizers."""
-        return self._owner.optimization
-
-    @property
-    def setting(self) -> Setting:
-        """Its setting."""
-        return self._owner.setting
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -391,10 +377,8 @@ class StepExecution:
 
     # -- the backward that Lightning calls ----------------------------------------------------------------------------
 
-    def backward(
-        self, loss: Tensor, optimizer: Optimizer | None, *args: Any, then: Callable[[], None], **kwargs: Any
-    ) -> Tensor:
-        """Run Lightning's backward of a scalar loss, average gradients before hooks see them, as DDP, call ``then``."""
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Lightning's backward of a scalar loss, and average gradients before hooks see them, as DDP."""
         module, plugin, guards = self.setting.module, self.setting.precision, self.run.guards
         is_plain = self.run.runner is None or self.setting.is_manual
         if is_plain:
@@ -412,7 +396,8 @@ class StepExecution:
             self._after_plain_backward()
         if (connected := self.optimization.connected) is not None:
             connected.begin_averaging()
-        then()
+        for policy in self.policies:
+            policy.after_backward(is_complete=self.is_syncing)
         return plugin.post_backward(loss, module)
 
     def _before_plain_backward(self) -> None:
