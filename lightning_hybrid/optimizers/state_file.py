@@ -91,11 +91,7 @@ class StateFile:
             start += length
 
     def check(self) -> None:
-        """Check that the file has not been truncated: reading past its end would kill the process.
-
-        Raises:
-            OffloadError: It has been.
-        """
+        """Check that the file has not been truncated: reading past its end would kill the process."""
         if not self.is_complete:
             raise OffloadError(
                 f"the file with {self._content} in {self.folder!r} has {self._length} bytes where {self.nbytes} were"

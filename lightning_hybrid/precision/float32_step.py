@@ -44,11 +44,7 @@ def round_to_nearest(parameter: Tensor, target: Tensor, value: Tensor) -> None:
 
 
 def check_float32_options(precision: str, *, master_weights: bool, stochastic_rounding: bool) -> None:
-    """Check that parameters are rounded in one way, and bfloat16.
-
-    Raises:
-        PrecisionError: They are not.
-    """
+    """Check that parameters are rounded in one way, and bfloat16."""
     chosen = [n for n, on in (("master_weights", master_weights), ("stochastic_rounding", stochastic_rounding)) if on]
     if len(chosen) == 2:
         raise PrecisionError(

@@ -39,11 +39,7 @@ class ConnectedOptimizers:
         self._is_averaging = True
 
     def check(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Check that this optimizer steps as in one process; return its closure, which checks gradients too.
-
-        Raises:
-            StepError: It is not.
-        """
+        """Check that this optimizer steps as in one process; return its closure, which checks gradients too."""
         if not any(known is optimizer for known in self._optimizers):
             self._check_other(optimizer)
             self._optimizers.append(optimizer)

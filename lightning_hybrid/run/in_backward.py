@@ -79,11 +79,7 @@ def connect_steps_in_backward(
 
 
 def check_setting(setting: Setting) -> None:
-    """Refuse settings under which the optimizer needs all gradients at once, or user code may read them.
-
-    Raises:
-        BackwardStepError: There is one.
-    """
+    """Refuse settings under which the optimizer needs all gradients at once, or user code may read them."""
     trainer: Any = setting.trainer
     if setting.is_manual:
         raise _refusal("the module calls its optimizers itself (manual optimization)", "")
@@ -110,11 +106,7 @@ def check_setting(setting: Setting) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, *, is_watched: bool) -> None:
-    """Refuse an optimizer that does not step each parameter by itself; small copies of it are tried.
-
-    Raises:
-        BackwardStepError: It does not.
-    """
+    """Refuse an optimizer that does not step each parameter by itself; small copies of it are tried."""
     name = type(optimizer).__name__
     if is_watched or not steps_independently(optimizer):
         raise _refusal(f"{name} may use several parameters at once in its step", "use an elementwise optimizer")

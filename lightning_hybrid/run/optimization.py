@@ -216,11 +216,7 @@ def _check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -
 
 
 def check_random_rounding(precision: HybridPrecision, *, shards_manual_steps: bool) -> None:
-    """Refuse stochastic rounding where a step does not know which elements of a parameter it has.
-
-    Raises:
-        PrecisionError: One does not.
-    """
+    """Refuse stochastic rounding where a step does not know which elements of a parameter it has."""
     if precision.stochastic_rounding and shards_manual_steps:
         raise PrecisionError(
             "stochastic_rounding=True: zero_stage with manual optimization shards the steps of optimizers, which do not"
@@ -230,11 +226,7 @@ def check_random_rounding(precision: HybridPrecision, *, shards_manual_steps: bo
 
 
 def check_reads_of_stages(precision: object, watched: Sequence[Optimizer]) -> None:
-    """Refuse steps in float32 of optimizers that may read parameters of other stages, which are bfloat16 there.
-
-    Raises:
-        PrecisionError: There is one, and parameters are stepped in float32.
-    """
+    """Refuse steps in float32 of optimizers that may read parameters of other stages, which are bfloat16 there."""
     own = [optimizer for optimizer in watched if not type(optimizer).step.__module__.startswith("torch.")]
     if own and isinstance(precision, HybridPrecision) and precision.steps_in_float32:
         name = type(own[0]).__name__
@@ -247,11 +239,7 @@ def check_reads_of_stages(precision: object, watched: Sequence[Optimizer]) -> No
 
 
 def check_quantized_states(optimizers: Sequence[Optimizer], options: Options, *, is_sharded: bool) -> None:
-    """Refuse what does not go with quantized states.
-
-    Raises:
-        QuantizedStatesError: They are paged, or options belong to positions in groups.
-    """
+    """Refuse what does not go with quantized states."""
     for optimizer in optimizers:
         name, attributes = type(optimizer).__name__, vars(optimizer)
         if not is_sharded and not options.optimizer_in_backward:

@@ -166,11 +166,7 @@ class ZeroSharding(Active):
         return parameter
 
     def check(self) -> None:
-        """Check that the files of parameters can be read.
-
-        Raises:
-            OffloadError: A file has been truncated.
-        """
+        """Check that the files of parameters can be read."""
         for file in {group.region.file for group in self._all if group.region is not None}:
             file.check()
 

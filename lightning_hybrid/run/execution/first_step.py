@@ -85,11 +85,7 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
         self._losses, self._reference = [], None
 
     def before_batch(self, args: Sequence[Any]) -> None:
-        """Run a training step before the first optimizer step in one process as well.
-
-        Raises:
-            FirstStepError: One process cannot run it.
-        """
+        """Run a training step before the first optimizer step in one process as well."""
         if self._losses is None:
             return
         from lightning_hybrid.strategies.logs.phases import phase
@@ -108,11 +104,7 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
             self._start_over()
 
     def after_backward(self, *, is_complete: bool) -> None:
-        """Compare the gradients of the first step once they are averaged.
-
-        Raises:
-            FirstStepError: They are not those of one process.
-        """
+        """Compare the gradients of the first step once they are averaged."""
         if self._losses and is_complete:
             self._compare()
 

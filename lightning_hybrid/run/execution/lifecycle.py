@@ -299,11 +299,7 @@ class RunLifecycle:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Check that an optimizer steps as in one process; return its closure, which checks gradients too.
-
-        Raises:
-            StepError: It is not.
-        """
+        """Check that an optimizer steps as in one process; return its closure, which checks gradients too."""
         connected = self.optimization.connected
         return closure if connected is None else connected.check(optimizer, closure)
 

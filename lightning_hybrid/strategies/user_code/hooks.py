@@ -100,11 +100,7 @@ def why_no_stages(module: pl.LightningModule) -> str:
 
 
 def check_scripted(module: pl.LightningModule) -> None:
-    """Refuse to recompute modules of ``torch.jit``, whose calls and layers cannot be traced.
-
-    Raises:
-        ValueError: The module contains one with parameters.
-    """
+    """Refuse to recompute modules of ``torch.jit``, whose calls and layers cannot be traced."""
     if scripted := scripted_modules(module):
         raise ValueError(
             f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose layers are not visible, so that it"

@@ -137,11 +137,7 @@ class RankFailures(RunCallback):
 
 
 def check_connections() -> None:
-    """Check that no run that failed has closed the connections of this process.
-
-    Raises:
-        RuntimeError: One has.
-    """
+    """Check that no run that failed has closed the connections of this process."""
     reason = _closed.get(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
     if reason is not None:
         raise RuntimeError(

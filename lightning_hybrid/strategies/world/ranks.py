@@ -155,11 +155,7 @@ class RankWorld:
     def rendezvous(
         self, what: str, group: dist.ProcessGroup | None = None, *, compares: bool = True, asks: bool = True
     ) -> None:
-        """Wait until the ranks of a group (None: all) are about to make the call ``what``; as ``Rendezvous.meet``.
-
-        Raises:
-            NotOnAllRanks: Another rank does not make it.
-        """
+        """Wait until the ranks of a group (None: all) are about to make the call ``what``; as ``Rendezvous.meet``."""
         failures = self._failures
         if failures is not None and not self.is_disconnected:
             ranks = None if group is None else dist.get_process_group_ranks(group)
