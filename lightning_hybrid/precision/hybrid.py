@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
@@ -178,16 +179,11 @@ class HybridPrecision(MixedPrecision):
         rounding: Rounding = round_to_nearest
         if self.stochastic_rounding:
             rounding = KeyedRounding(names, seed=seed, step=step, shardings=shardings)
-        first = len(self._float32_steps)
+        undo = contextlib.ExitStack()
         for optimizer in optimizers:
             self._float32_steps.append(Float32Step(optimizer, keeps_masters=self.master_weights, rounding=rounding))
-        made = self._float32_steps[first:]
-
-        def undo() -> None:
-            for each in reversed(made):
-                each.close()
-
-        return undo
+            undo.callback(self._float32_steps[-1].close)
+        return undo.close
 
     @property
     def loss_scale(self) -> float:

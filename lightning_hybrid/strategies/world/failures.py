@@ -40,7 +40,7 @@ _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_s
 
 
 class RankFailures(RunCallback):
-    """Runs before the user's callbacks, which may wait for ranks that this one wakes or synchronizes first.
+    """Failures of several ranks; runs before the user's callbacks, which may wait for ranks that this one wakes.
 
     Attributes:
         is_disconnected: Whether this rank has closed its connections, so that no collective can succeed any more.
@@ -54,7 +54,7 @@ class RankFailures(RunCallback):
         self._store = store_of_run("run", mesh.rank)
         self._reported = False
         self._leave = self.enter(trainer)
-        self._requeue = SlurmRequeue(trainer, mesh, self._store)
+        self._requeue = SlurmRequeue(trainer, self._store)
         self.rendezvous = Rendezvous(trainer, mesh, self._store, timeout, self.any_reported)
         self._stopping = GracefulStop(trainer, mesh, self._store, timeout, self.any_reported)
 
@@ -70,7 +70,7 @@ class RankFailures(RunCallback):
 
     def report(self, error: BaseException) -> None:
         """Report the error that ends the run here, so that no rank waits for this one; note which rank failed first."""
-        if self._reported or self._mesh.layout.world_size == 1:
+        if self._reported:
             return
         self._reported = True
         here = self._where(error)
@@ -127,8 +127,7 @@ class RankFailures(RunCallback):
 
     def _on_batch_start(self, *_: Any, **__: Any) -> None:
         self._stopping.on_batch_start()
-        if self._mesh.layout.world_size > 1:
-            self.rendezvous.passes()
+        self.rendezvous.passes()
 
     on_train_batch_start: Callable[..., None] = _on_batch_start
     on_validation_batch_start: Callable[..., None] = _on_batch_start
