@@ -26,6 +26,15 @@ def wait_until(is_done: Callable[[], bool], seconds: float, is_over: Callable[[]
     return True
 
 
+def store_of_run(name: str, rank: int) -> dist.Store:
+    """A part of the store by which the ranks met, of which no earlier run has written anything.
+
+    Each rank counts its calls with this name, so that its number is the same on all of them.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"hybrid3d/{name}-{store.add(f'hybrid3d/{name}-of-rank-{rank}', 1)}", store)
+
+
 def arrive(group: dist.ProcessGroup) -> int:
     """Count this rank; returns how many have arrived so far, in all rounds."""
     return int(_store(group).add(_KEY, 1))

@@ -35,11 +35,8 @@ class AllParametersStep(MovedStates):
     ) -> None:
         """Replace the optimizer's step.
 
-        Args:
-            optimizer: Built, and not stepped yet.
-            folder: For the file, which grows as states are made; None for memory.
-            regions: Of files with parameters that it steps.
-            states_on: Device of states between steps.
+        ``folder`` is for the file, which grows as states are made; ``regions`` are of files with parameters that it
+        steps.
 
         Raises:
             OffloadError: The folder cannot be written.

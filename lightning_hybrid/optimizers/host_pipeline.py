@@ -34,12 +34,7 @@ class HostStepPipeline:
     """
 
     def __init__(self, optimizer: Optimizer, copies: HostCopies) -> None:
-        """Start a thread.
-
-        Args:
-            optimizer: Of parameters on a GPU; its states are on the host.
-            copies: Of that GPU.
-        """
+        """Start a thread."""
         self._optimizer, self._copies = optimizer, copies
         self.host_optimizer: Any = copy.copy(optimizer)
         self.host_optimizer.__dict__.pop("step", None)  # a replacement of the step of the original
@@ -60,11 +55,7 @@ class HostStepPipeline:
     ) -> None:
         """Begin to step parameters with dense gradients; both may be freed or read on the current stream at once.
 
-        Args:
-            parameters: On the GPU, of any shape.
-            kwargs: Of the optimizer's step.
-            before: Called on the thread before the step: makes states available.
-            after: Called on the thread after the step.
+        ``before`` and ``after`` are called on the thread; the former makes states available.
         """
         self._slots.acquire()
         values = [tensor for p in parameters for tensor in (p.data, p.grad) if tensor is not None]

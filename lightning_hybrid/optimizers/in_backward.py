@@ -66,12 +66,7 @@ class StepsInBackward:
     ) -> None:
         """Replace the optimizer's step.
 
-        Args:
-            optimizer: Treats each parameter by itself.
-            subset: Steps some of its parameters.
-            layers: Parameters by layer, each in one list, where autograd completes the gradients of this rank; empty
-                where reducers do.
-            names: FQNs of parameters by their ids, for messages.
+        ``layers`` are those where autograd completes the gradients of this rank; empty where reducers do.
         """
         self._is_allowed = False
         self._optimizer, self._subset, self._names = optimizer, subset, names
@@ -117,9 +112,6 @@ class StepsInBackward:
     @torch.no_grad()
     def step(self, parameters: Collection[Tensor]) -> None:
         """Step the parameters that have gradients, which are final and are freed; others stay as they are.
-
-        Args:
-            parameters: Of any shape.
 
         Raises:
             BackwardStepError: One of them has been stepped in this step already.

@@ -46,13 +46,8 @@ class LayerwiseStep(MovedStates):
     ) -> None:
         """Replace the optimizer's step.
 
-        Args:
-            optimizer: Built, and not stepped yet; some parameters may be absent, others added later;
-                `why_not_layerwise` is empty for it.
-            layers: The parameters of each layer, in the order of stepping.
-            folder: For the file; None for memory.
-            regions: Regions of files that hold the parameters themselves, by their ids.
-            states_on: Device of the states, and of the step.
+        Some parameters may be absent, others added later. ``layers`` are in the order of stepping; ``folder`` is for
+        the file; ``regions`` are of files that hold the parameters themselves, by their ids.
 
         Raises:
             OffloadError: There is no room in the folder, or it cannot be written.
@@ -189,16 +184,12 @@ class LayerwiseStep(MovedStates):
 
     def _step_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
         moved = [p for p in members if p.device != self._states_on]
-        originals = [(p, p.data, p.grad) for p in moved]
-        for p, data, grad in originals:
-            store.swap_in(p, data.to(self._states_on), None if grad is None else grad.to(self._states_on))
+        for p in moved:
             self._move_states(self._optimizer.state.get(p, {}))
-        try:
+        to = self._states_on
+        held = ((p, p.data.to(to), None if p.grad is None else p.grad.to(to)) for p in moved)
+        with store.swapped(held, lambda p, data: data.copy_(p.data)):
             self._original(**kwargs)
-        finally:
-            for p, data, grad in originals:
-                data.copy_(p.data)
-                store.swap_out(p, data, grad)
         self._put_in_file(number, members)
         for region in self._regions[number]:
             region.evict()

@@ -43,11 +43,7 @@ class MovedStates(ABC):
         """Whether the memory of a state of any shape is in the file."""
 
     def check(self) -> None:
-        """Check that no file has been truncated.
-
-        Raises:
-            OffloadError: One has been.
-        """
+        """Check that no file has been truncated."""
         for file in self._files:
             file.check()
 

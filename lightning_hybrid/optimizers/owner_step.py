@@ -40,11 +40,7 @@ class OwnerStep:
     ) -> None:
         """Replace the optimizer's step; collective if it has states already.
 
-        Args:
-            optimizer: Steps each parameter independently of the others; parameters may be added to it later.
-            parts: Local shards of the module.
-            names: FQNs of the module's parameters, by id.
-            is_full: Whether parameters are full on every rank now; then the optimizer's own step runs.
+        Parameters may be added to it later. Where they are full on every rank, the optimizer's own step runs.
         """
         self.optimizer, self._parts, self._is_full = optimizer, parts, is_full
         self._names = names
@@ -134,23 +130,16 @@ class OwnerStep:
     @torch.no_grad()
     def _step_round(self, names: Sequence[str], everything: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         found = self._gather(names)
-        originals = [(p, p.data, p.grad) for name, p in self._parameters.items() if name in found]
-        try:
-            for name, (value, gradient) in found.items():
-                p = self._parameters[name]
-                device = p.device
-                store.swap_in(p, value.to(device), None if gradient is None else gradient.to(device))
+        names_here = {id(p): name for name, p in self._parameters.items() if name in found}
+        full: dict[str, Tensor] = {}
+        own = [(self._parameters[name], value, gradient) for name, (value, gradient) in found.items()]
+        held = ((p, value.to(p.device), None if g is None else g.to(p.device)) for p, value, g in own)
+        with store.swapped(held, lambda p, _: full.update({names_here[id(p)]: p.data})):
             found.clear()
-            if originals:
-                stepped = {id(p) for p, *_ in originals}
+            own.clear()
+            if names_here:
                 with torch.enable_grad():
-                    self._step_only(everything, lambda p: id(p) in stepped, kwargs)
-        finally:
-            results: dict[int, Tensor] = {}
-            for p, data, gradient in originals:
-                results[id(p)] = p.data
-                store.swap_out(p, data, gradient)
-        full = {name: results[id(p)] for name, p in self._parameters.items() if id(p) in results}
+                    self._step_only(everything, lambda p: id(p) in names_here, kwargs)
         for name, local in self._scatter(names, full).items():
             self._parameters[name].data.copy_(local)
 

@@ -44,10 +44,7 @@ class StateFile:
     def __init__(self, folder: str, sizes: Iterable[int], *, content: str = "the optimizer's states") -> None:
         """Reserve the space.
 
-        Args:
-            folder: Created if it does not exist.
-            sizes: Bytes of each region.
-            content: Its content in words, for messages.
+        ``sizes`` are the bytes of each region; ``content`` is in words, for messages.
 
         Raises:
             OffloadError: The folder cannot be written, or has no room.
@@ -94,11 +91,7 @@ class StateFile:
             start += length
 
     def check(self) -> None:
-        """Check that the file has not been truncated: reading past its end would kill the process.
-
-        Raises:
-            OffloadError: It has been.
-        """
+        """Check that the file has not been truncated: reading past its end would kill the process."""
         if not self.is_complete:
             raise OffloadError(
                 f"the file with {self._content} in {self.folder!r} has {self._length} bytes where {self.nbytes} were"
@@ -140,9 +133,7 @@ class Region(NamedTuple):
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """A tensor of the shape and dtype of another one, whose memory is the mapped file.
 
-        Args:
-            offset: Bytes from the start of the region; a multiple of 16.
-            like: The other tensor.
+        ``offset`` is in bytes, a multiple of 16.
         """
         mapped = self.file.maps[self.number]
         content = torch.frombuffer(mapped, dtype=like.dtype, count=like.numel(), offset=offset)

@@ -28,9 +28,7 @@ INDEPENDENT = "steps_parameters_independently"
 def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
     """The reason why an optimizer cannot step one layer at a time; empty if it can.
 
-    Args:
-        optimizer: Built; a small copy of it is tried.
-        in_file: Whether its states are in a file, where each layer's region is sized before states exist.
+    A small copy of it is tried. In a file each layer's region is sized before states exist.
     """
     if not steps_independently(optimizer):
         return "uses several parameters at once in its step"
@@ -42,10 +40,8 @@ def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
 def steps_independently(optimizer: Optimizer, *, restores_options: bool = False) -> bool:
     """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones.
 
-    Args:
-        optimizer: Built; small copies of it are tried, with the options of each kind of group.
-        restores_options: Whether each of the calls finds the options of groups, such as a count of steps, as they were
-            before the first one.
+    Small copies are tried, with the options of each kind of group. With ``restores_options`` each call finds the
+    options of groups, such as a count of steps, as they were before the first one.
     """
     return all(_steps_group_independently(optimizer, group, restores_options) for group in distinct_groups(optimizer))
 
@@ -330,12 +326,8 @@ class StateSizes:
     ) -> None:
         """Prepare.
 
-        Args:
-            optimizer: Built.
-            in_float32: Whether bfloat16 parameters are stepped in float32, by copies.
-            copies: Whether these copies are kept, and count as states.
-            runs_user_code: Whether a step that a user has written is tried; if not, the step of the library's class
-                below it is, and sizes are unknown where there is none.
+        ``copies`` in float32 are kept, and count as states. Where no code of the user may run, the step of the
+        library's class below is tried, and sizes are unknown where there is none.
         """
         self._step = _step if runs_user_code else _step_of_library
         self._optimizer, self._in_float32 = optimizer, in_float32
@@ -352,10 +344,7 @@ class StateSizes:
         """The bytes of the states of a parameter after its first step; None if a step on a small one fails.
 
         Those that are quantized belong to one owner of a sharded parameter; of these, its share of the elements counts.
-
-        Args:
-            parameter: Of the optimizer; absent or not.
-            shape: Of the shard that is stepped.
+        ``shape`` is of the shard that is stepped.
         """
         widens = self._in_float32 and parameter.dtype is torch.bfloat16
         copies = self._copy_bytes * math.prod(shape) if widens else 0

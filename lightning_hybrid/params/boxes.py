@@ -60,10 +60,7 @@ class ShardBoxes:
 def shard_of(shardings: Sequence[AxisSharding], name: str, shape: Sequence[int]) -> ShardBoxes:
     """The boxes of this rank's shard of a parameter, or of a tensor of its shape.
 
-    Args:
-        shardings: Axes that shard it, from the full tensor to the local shard.
-        name: FQN of the parameter.
-        shape: The full shape.
+    ``shardings`` go from the full tensor to the local shard.
     """
     zeros = (0,) * len(shape)
     shard = ShardBoxes(tuple(shape), (ShardBox(zeros, zeros, tuple(shape)),))

@@ -30,11 +30,7 @@ REGISTRATIONS = frozenset({"register_hook", AFTER_ACCUMULATION})
 def on_full_gradient(registration: str, parts: LocalShards, name: str, hook: Any) -> Callable[[Any], Any]:
     """Wraps a hook so that it sees what it would see in a single process, also once the parameter is full again.
 
-    Args:
-        registration: Name of the method of ``Tensor`` that registers it.
-        parts: Local shards of the module.
-        name: FQN of the parameter.
-        hook: The user's.
+    ``registration`` names the method of ``Tensor`` that registers it.
     """
     cuts = _Cuts(parts, name)
 

@@ -42,9 +42,7 @@ def axes_of(name: str, shardings: Sequence[ShardingAxis]) -> tuple[int, ...]:
 def assign_owners(numel: Mapping[str, int], shardings: Sequence[ShardingAxis]) -> dict[str, dict[int, int]]:
     """Assign each sharded parameter an owner among the ranks that shard it.
 
-    Args:
-        numel: Elements of each full parameter, by FQN; in one order on all ranks.
-        shardings: The axes.
+    ``numel`` has the elements of each full parameter, in one order on all ranks.
 
     Returns:
         By FQN, the owner's rank along each axis that shards the parameter, by the number of the axis.
@@ -73,12 +71,7 @@ class ParameterOwners:
         self._owners: dict[str, dict[int, int]] = {}
 
     def add(self, parameters: Mapping[str, Tensor], numel: Mapping[str, int]) -> None:
-        """Assign owners to the parameters of one optimizer.
-
-        Args:
-            parameters: By FQN; each of any shape, and sharded.
-            numel: Elements of each full parameter, by FQN.
-        """
+        """Assign owners to the parameters of one optimizer."""
         self._names |= {id(p): name for name, p in parameters.items()}
         self._owners |= assign_owners(numel, self._shardings)
 
@@ -100,9 +93,7 @@ class ParameterOwners:
     def gather_states(self, entries: Mapping[Any, Any], parameters: Sequence[Tensor]) -> dict[Any, Any]:
         """Gather the states that owners keep on the first rank of each axis, in host memory; collective.
 
-        Args:
-            entries: States of this rank, tensors of any shapes among them, by the parameter's number, or other keys.
-            parameters: Parameters of the optimizer by number, of any shapes.
+        ``entries`` are by the parameter's number, or other keys.
 
         Returns:
             The entries, on the first rank those of all owners.

@@ -208,10 +208,7 @@ def scaled(value: int, size: int, other: int) -> int:
 def split_over_two_axes(placement: Shard, outer: int, inner: int) -> tuple[Placement, Shard] | None:
     """A sharding over the ranks of two axes, as two shardings one after the other.
 
-    Args:
-        placement: Over ``outer * inner`` ranks, of which `outer rank * inner + inner rank` is one.
-        outer: Ranks of the first axis.
-        inner: Ranks of the second axis.
+    The rank of ``placement`` is `outer rank * inner + inner rank`.
 
     Returns:
         The sharding over the first axis, and over the second one that of its shards; None if there are no such.

@@ -178,9 +178,8 @@ class LocalShards:
     def unshard_parameters(self, root: nn.Module | None = None, device: torch.device | None = None) -> None:
         """Gather the full parameters of this rank's stages, on every rank; collective.
 
-        Args:
-            root: A copy of the module that is sharded in the same way; the module itself if None.
-            device: Where full parameters stay, each moved once it is gathered; where shards are if None.
+        ``root`` is a copy of the module that is sharded in the same way. Each full parameter is moved to ``device``
+        once it is gathered, if there is one.
         """
         for name, parameter in store.sharded_in(root or self._root):
             full = self.unshard(name, parameter.detach())
@@ -209,9 +208,7 @@ class LocalShards:
     def is_first_owner(self, parameter: Tensor, *, within_replica: bool = False) -> bool:
         """Whether this is the first rank that holds its shard of a parameter.
 
-        Args:
-            parameter: A parameter of the module, of any shape.
-            within_replica: Whether ranks of other replicas do not count.
+        Ranks of other replicas do not count ``within_replica``.
         """
         name = self._names.get(id(parameter), "")
         coordinates: dict[str, int] = {}
@@ -226,9 +223,7 @@ class LocalShards:
     def first_owned_slices(self, parameter: Tensor, local: Tensor) -> list[Tensor]:
         """The slices of a local tensor that no rank before this one holds.
 
-        Args:
-            parameter: A parameter of the module, of any shape.
-            local: The local shard, its gradient, or another tensor of its shape.
+        ``local`` is the local shard, its gradient, or another tensor of its shape.
 
         Returns:
             At most one tensor, of the shape of ``local`` but for the sharded dim.

@@ -14,7 +14,8 @@ Absent parameters, of another stage, hold nothing; they are made and filled in `
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -112,6 +113,26 @@ def swap_out(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -
     if swaps > 1:
         parameter.__dict__[_SWAPS] = swaps - 1
     _put(parameter, data, gradient)
+
+
+@contextlib.contextmanager
+def swapped(
+    held: Iterable[tuple[Tensor, Tensor, Tensor | None]], after: Callable[[Tensor, Tensor], Any] = lambda p, data: None
+) -> Iterator[None]:
+    """Let each parameter hold other data and another gradient inside.
+
+    ``after`` is called before it holds its own again, with the parameter and that data.
+    """
+    before = []
+    try:
+        for parameter, data, gradient in held:
+            before.append((parameter, parameter.data, parameter.grad))
+            swap_in(parameter, data, gradient)
+        yield
+    finally:
+        for parameter, data, gradient in before:
+            after(parameter, data)
+            swap_out(parameter, data, gradient)
 
 
 def _put(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:

@@ -18,15 +18,7 @@ _NEEDED = {
 
 
 def check_device_precision(precision: str, device: torch.device) -> None:
-    """Check that a device has arithmetic of a number format; formats and devices without a known limit pass.
-
-    Args:
-        precision: As Lightning spells it, or "float8".
-        device: On which the model computes.
-
-    Raises:
-        PrecisionError: The device has none.
-    """
+    """Check that a device has arithmetic of a number format; formats and devices without a known limit pass."""
     if device.type == "mps" and precision == "64-true":
         raise PrecisionError(
             "precision='64-true': Apple's MPS device has no float64; set precision='32-true', or accelerator='cpu'",

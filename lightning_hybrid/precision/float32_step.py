@@ -44,11 +44,7 @@ def round_to_nearest(parameter: Tensor, target: Tensor, value: Tensor) -> None:
 
 
 def check_float32_options(precision: str, *, master_weights: bool, stochastic_rounding: bool) -> None:
-    """Check that parameters are rounded in one way, and bfloat16.
-
-    Raises:
-        PrecisionError: They are not.
-    """
+    """Check that parameters are rounded in one way, and bfloat16."""
     chosen = [n for n, on in (("master_weights", master_weights), ("stochastic_rounding", stochastic_rounding)) if on]
     if len(chosen) == 2:
         raise PrecisionError(
@@ -70,10 +66,8 @@ class Float32Step:
     def __init__(self, optimizer: Optimizer, *, keeps_masters: bool, rounding: Rounding = round_to_nearest) -> None:
         """Replace the optimizer's ``step`` and ``load_state_dict``.
 
-        Args:
-            optimizer: Takes no closure of its own; some parameters may be absent, and some of other dtypes.
-            keeps_masters: Whether float32 copies are states of the optimizer.
-            rounding: Writes the new values of parameters.
+        With ``keeps_masters`` float32 copies are states of the optimizer; ``rounding`` writes the new values of
+        parameters.
 
         Raises:
             PrecisionError: The optimizer needs a closure.

@@ -59,11 +59,7 @@ class Float8:
             )
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuse layouts that shard the tensors of one product, whose scale no rank would know.
-
-        Raises:
-            Float8Error: There are tensor, context or expert ranks.
-        """
+        """Refuse layouts that shard the tensors of one product, whose scale no rank would know."""
         for axis in ("tp", "cp", "ep"):
             if (size := layout.by_axis[axis]) > 1:
                 raise Float8Error(

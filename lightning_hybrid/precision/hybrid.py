@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
@@ -136,12 +137,8 @@ class HybridPrecision(MixedPrecision):
     ) -> None:
         """Extends loss scale and gradient norm to all ranks; makes `unscale_`, `step` and clipping collective.
 
-        Args:
-            mesh: the ranks.
-            owned_parameters: returns the ids of the parameters that this rank counts in a norm.
-            axes: mesh axes over which parameters are distributed.
-            parts: returns the slices, of any shape, of a parameter's gradient that this rank counts, as in `MeshNorm`.
-            around_clipping: entered around clipping.
+        ``owned_parameters`` returns the ids of the parameters that this rank counts in a norm; they are distributed
+        over ``axes``. ``parts`` returns the slices of a gradient that it counts, as in `MeshNorm`.
         """
         self.mesh, self.around_clipping = mesh, around_clipping
         norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes, parts=parts)
@@ -173,12 +170,8 @@ class HybridPrecision(MixedPrecision):
     ) -> Callable[[], None]:
         """Lets optimizers step in float32; returns the undo.
 
-        Args:
-            optimizers: built.
-            names: of the optimizers' parameters by their ids.
-            seed: of stochastic rounding; the same on all ranks.
-            step: returns the number of optimizer steps so far.
-            shardings: the axes that shard parameters, from the full tensor to the local shard.
+        ``seed`` is of stochastic rounding, and the same on all ranks; ``step`` returns the number of optimizer steps so
+        far.
 
         Raises:
             PrecisionError: an optimizer needs a closure.
@@ -186,16 +179,11 @@ class HybridPrecision(MixedPrecision):
         rounding: Rounding = round_to_nearest
         if self.stochastic_rounding:
             rounding = KeyedRounding(names, seed=seed, step=step, shardings=shardings)
-        first = len(self._float32_steps)
+        undo = contextlib.ExitStack()
         for optimizer in optimizers:
             self._float32_steps.append(Float32Step(optimizer, keeps_masters=self.master_weights, rounding=rounding))
-        made = self._float32_steps[first:]
-
-        def undo() -> None:
-            for each in reversed(made):
-                each.close()
-
-        return undo
+            undo.callback(self._float32_steps[-1].close)
+        return undo.close
 
     @property
     def loss_scale(self) -> float:

@@ -12,15 +12,7 @@ MessageDtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 def parse_message_dtype(option: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """Turn the name of a dtype into the dtype.
-
-    Args:
-        option: For messages.
-        value: A name such as "bfloat16", a dtype of floating point, or None.
-
-    Raises:
-        PrecisionError: It is another one.
-    """
+    """Turn the name of a dtype into the dtype."""
     name = str(value).removeprefix("torch.")
     if value is None:
         return None

@@ -35,8 +35,7 @@ class MeshNorm:
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Computes the 2-norm of all ranks' gradients as one vector; collective over the axes.
 
-        Args:
-            parameters: parameters of this rank; those that it does not own, or without a gradient, do not count.
+        Parameters that this rank does not own, or without a gradient, do not count.
 
         Returns:
             A scalar of the gradients' dtype, at least float32, equal on all ranks that hold the same dtypes.

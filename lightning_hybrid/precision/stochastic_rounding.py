@@ -32,9 +32,7 @@ _HOST_BLOCK, _DEVICE_BLOCK = 2**17, 2**24
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
     """Round to one of the two neighbours in bfloat16; infinities and NaN stay as they are.
 
-    Args:
-        value: float32, of any shape.
-        bits: int32, of the same shape; the lower 16 bits of each element are uniformly distributed.
+    ``value`` is float32; the lower 16 bits of each element of ``bits``, int32 of the same shape, are uniform.
 
     Returns:
         A bfloat16 tensor of that shape.
@@ -46,9 +44,7 @@ def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
 def keyed_bits(key: bytes, indices: Tensor) -> Tensor:
     """Hash indices to random bits; the finalizer of MurmurHash3 with two words of a key.
 
-    Args:
-        key: Eight bytes.
-        indices: int32, of any shape.
+    The key has eight bytes; indices are int32, of any shape.
 
     Returns:
         An int32 tensor of that shape; its lower 16 bits are random.
@@ -98,21 +94,14 @@ class KeyedRounding:
     ) -> None:
         """Prepare.
 
-        Args:
-            names: FQNs of the parameters by their ids.
-            seed: The same on all ranks.
-            step: Returns the number of optimizer steps so far.
-            shardings: The axes that shard parameters, from the full tensor to the local shard.
+        The seed and the number of optimizer steps so far (``step``) are the same on all ranks.
         """
         self._names, self._seed, self._step, self._shardings = names, seed, step, shardings
 
     def __call__(self, parameter: Tensor, target: Tensor, value: Tensor) -> None:
         """Round a value into a tensor.
 
-        Args:
-            parameter: Of the module.
-            target: bfloat16, of the full shape or that of this rank's local shard.
-            value: float32, of the same shape.
+        The target is bfloat16, of the full shape or that of this rank's shard; the value float32, of the same shape.
         """
         name, shape = self._names[id(parameter)], full_shape(parameter)
         key = hashlib.blake2b(f"{self._seed} {self._step()} {name}".encode(), digest_size=8).digest()

@@ -78,11 +78,8 @@ class GradientBucket:
     ) -> None:
         """Starts to average what the parameters have now.
 
-        Args:
-            group: the ranks.
-            names: FQNs of the parameters.
-            average: how; an all-reduce if None.
-            has_unbucketed: whether this rank has a gradient that is in no bucket.
+        They are all-reduced unless there is another ``average``. ``has_unbucketed`` says whether this rank has a
+        gradient that is in no bucket.
         """
         self._fill(group.size(), has_unbucketed)
         if average is None:

@@ -359,10 +359,7 @@ class GradientReducer:
 def average_sparse(gradient: Tensor | None, parameter: Tensor, group: ProcessGroup) -> Tensor | None:
     """Averages gradients that are sparse in their first dim over all ranks; collective.
 
-    Args:
-        gradient: The gradient of this rank, of the shape (rows, ...) of the parameter, sparse or dense; or None.
-        parameter: Its parameter; gives shape, dtype and device to ranks without a gradient.
-        group: The ranks to average over. A rank without a gradient counts as zeros.
+    The gradient is sparse or dense, of shape (rows, ...), or None, which counts as zeros.
 
     Returns:
         A coalesced sparse tensor of the parameter's shape, the same on all ranks; None if no rank has a gradient.
@@ -399,71 +396,3 @@ def _rows(gradient: Tensor) -> Tensor:
     if gradient.is_sparse and gradient.sparse_dim() == 1:
         return gradient.coalesce()
     return gradient.to_dense().to_sparse(1)
-
-
-class JointReducer:
-    """Arms and finishes several `GradientReducer`s together, with the interface of one."""
-
-    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        """Take ``reducers`` (reducers of disjoint parameters, in the same order on every rank)."""
-        self._reducers = list(reducers)
-
-    @property
-    def names(self) -> list[str]:
-        """FQNs of the parameters whose gradients are averaged, in the order that all ranks must share."""
-        return [name for reducer in self._reducers for name in reducer.names]
-
-    def observe(self, observer: GradientObserver) -> None:
-        """Let an observer see gradients before and after they are averaged."""
-        for reducer in self._reducers:
-            reducer.observe(observer)
-
-    @property
-    def average(self) -> CompressedAverage | None:
-        """How buckets are averaged."""
-        return self._reducers[0].average
-
-    def compress(self, average: CompressedAverage) -> None:
-        """Sends messages in compressed form from now on."""
-        for reducer in self._reducers:
-            reducer.compress(average)
-
-    def step_alone(self, is_local: bool) -> None:
-        """Leaves this rank's gradients as they are, or averages them, from now on."""
-        for reducer in self._reducers:
-            reducer.step_alone(is_local)
-
-    @property
-    def unaveraged(self) -> dict[int, str]:
-        """FQNs of parameters that got a gradient since the latest average, by their ids."""
-        return {key: name for reducer in self._reducers for key, name in reducer.unaveraged.items()}
-
-    @property
-    def messages(self) -> list[Tensor]:
-        """The flat tensors that are sent, one for each bucket."""
-        return [message for reducer in self._reducers for message in reducer.messages]
-
-    def arm(self) -> None:
-        """Announces that the gradients accumulated by the next backward are final."""
-        for reducer in self._reducers:
-            reducer.arm()
-
-    def finish(self) -> None:
-        """Waits for all reducers; the averages are then in `grad`."""
-        for reducer in self._reducers:
-            reducer.finish()
-
-    def reduce(self) -> None:
-        """Averages the present gradients, without a backward."""
-        self.arm()
-        self.finish()
-
-    def abandon(self) -> None:
-        """Ends a backward that has failed on some rank."""
-        for reducer in self._reducers:
-            reducer.abandon()
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        for reducer in self._reducers:
-            reducer.close()

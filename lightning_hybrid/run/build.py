@@ -14,8 +14,9 @@ from torch import nn
 from lightning_hybrid.params.gradient_hooks import on_full_gradient
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.module_state import FullOrShardedState
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.strategies.world.callbacks import FullAtTrainEnd, around_validation
 from lightning_hybrid.techniques.actives import Actives
@@ -54,6 +55,28 @@ class RunOwner(Protocol):
         """Build the run again between two steps, as ``build_run``; return ``may_retry`` as it is now; collective."""
 
 
+class OwnedByRun:
+    """A part of the execution of a run, which reads the present run of its owner."""
+
+    def __init__(self, owner: RunOwner) -> None:
+        self._owner = owner
+
+    @property
+    def run(self) -> Run:
+        """The present run."""
+        return self._owner.run
+
+    @property
+    def optimization(self) -> Optimization:
+        """Its reducers and optimizers."""
+        return self._owner.optimization
+
+    @property
+    def setting(self) -> Setting:
+        """Its setting."""
+        return self._owner.setting
+
+
 def build_run(
     setting: Setting,
     owner: RunOwner,
@@ -65,13 +88,8 @@ def build_run(
 ) -> tuple[Run, ModulePartition | None, bool]:
     """Partition and shard the module, which is full, and connect layers and hooks to the shards; collective.
 
-    Args:
-        setting: Of the run.
-        owner: Replaces the run when the layout changes.
-        may_retry: Whether a training batch may still show that the step can be partitioned after all.
-        arguments: Of the training step that comes next, if the run has begun.
-        refusal: Why the step cannot be partitioned, where that is known on all ranks.
-        fills_empty: Whether the module was built without storage.
+    ``may_retry`` says that a training batch may still show that the step can be partitioned after all; ``refusal`` says
+    why it cannot be, where all ranks know that. ``arguments`` are of the training step that comes next.
 
     Returns:
         The run; the decisions on it, if there were any; whether all initial values were assigned.
@@ -166,8 +184,9 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
     from lightning_hybrid.params.reads.gather import Stages
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.pipeline.stages.plan import buffer_owners
+    from lightning_hybrid.strategies.user_code.checkpoint_hooks import CheckpointHooks
     from lightning_hybrid.strategies.user_code.loaders import wrap_loaders
-    from lightning_hybrid.strategies.user_code.watched import summarize_full_parameters, wrap_user_hooks
+    from lightning_hybrid.strategies.user_code.watched import HookWatch, summarize_full_parameters
 
     setting, undo = run.setting, run.until_end
     trainer, module = setting.trainer, setting.module
@@ -203,17 +222,16 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
         synchronizes=lambda refers: _loaders_synchronize(owner.run, refers),
     )
     undo.callback(loaders)
-    hooks = wrap_user_hooks(
+    watch = HookWatch(
         trainer,
-        module,
-        reads,
         latest=lambda: owner.run.hook_reads or reads,
         is_sharded=in_shards,
         complete=lambda: owner.gradients_are_complete,
         passes=setting.world.passes,
         copies=lambda: setting.averages.copies,
     )
-    undo.callback(hooks)
+    undo.callback(watch.wrap())
+    undo.callback(CheckpointHooks(watch, reads).wrap())
     return reads
 
 

@@ -29,10 +29,8 @@ class StepContexts:
     def of(self, name: str, *, delays_loggers: bool, around_layers: Sequence[Context] = ()) -> Context:
         """Return the factory of the context around one run of the step ``name``.
 
-        Args:
-            name: Of the step, such as "training_step".
-            delays_loggers: Whether calls of loggers wait for the end of the step, which runs several times.
-            around_layers: Entered around a training step, the innermost first: they replace the forwards of layers.
+        Where a step runs several times, calls of loggers wait for its end (``delays_loggers``). ``around_layers`` are
+        entered around a training step, the innermost first: they replace the forwards of layers.
         """
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Context = getattr(self._precision, f"{short}_step_context")

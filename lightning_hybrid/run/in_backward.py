@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
 from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
-from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.strategies.user_code.hooks import overrides
@@ -42,12 +41,7 @@ def connect_steps_in_backward(
 ) -> StepsInBackward | None:
     """Step parameters as soon as their gradients are averaged, if the user wants it.
 
-    Args:
-        run: Under its present layout.
-        optimizers: Of the Trainer.
-        watched: Those that may combine all parameters in their step.
-        moved: Those whose states are elsewhere between steps.
-        reducers: Average gradients, by stage.
+    ``watched`` are optimizers that may combine all parameters in their step.
 
     Raises:
         BackwardStepError: The step needs all gradients at once, or user code may read them.
@@ -76,20 +70,16 @@ def connect_steps_in_backward(
         names={id(p): name for name, p in setting.module.named_parameters()},
     )
     run.until_end.callback(steps.close)
-    for stage, reducer in reducers.items():
+    for stage, members in reducers.items():
         # With stages, those of None are summed over stages after they are averaged.
-        if isinstance(reducer, GradientReducer) and (stage is not None or not is_partitioned):
+        for reducer in members if stage is not None or not is_partitioned else ():
             reducer.call_on_averages(steps.step)
     run.active.step_in_backward(steps.step_shards)
     return steps
 
 
 def check_setting(setting: Setting) -> None:
-    """Refuse settings under which the optimizer needs all gradients at once, or user code may read them.
-
-    Raises:
-        BackwardStepError: There is one.
-    """
+    """Refuse settings under which the optimizer needs all gradients at once, or user code may read them."""
     trainer: Any = setting.trainer
     if setting.is_manual:
         raise _refusal("the module calls its optimizers itself (manual optimization)", "")
@@ -116,11 +106,7 @@ def check_setting(setting: Setting) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, *, is_watched: bool) -> None:
-    """Refuse an optimizer that does not step each parameter by itself; small copies of it are tried.
-
-    Raises:
-        BackwardStepError: It does not.
-    """
+    """Refuse an optimizer that does not step each parameter by itself; small copies of it are tried."""
     name = type(optimizer).__name__
     if is_watched or not steps_independently(optimizer):
         raise _refusal(f"{name} may use several parameters at once in its step", "use an elementwise optimizer")

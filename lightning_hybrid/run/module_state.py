@@ -26,8 +26,9 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.plan import unshard_parameters
+from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.optimizer_states import OptimizerStates, is_in_first_copy
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.partial import (
@@ -50,11 +51,7 @@ class Place(Enum):
 def place_for(full: int, missing: int, num_processes: int, device: torch.device) -> Place:
     """Return where a rank has room for full parameters.
 
-    Args:
-        full: Bytes of all parameters.
-        missing: Those that other ranks have.
-        num_processes: Ranks of this node, which share the host's memory.
-        device: The rank's device.
+    ``full`` are the bytes of all parameters, ``missing`` those that other ranks have. Ranks of a node share its memory.
     """
     if device.type == "cpu":
         return Place.DEVICE if num_processes * missing < free_on_host() else Place.SHARDS

@@ -6,27 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.params.shards import AxisSharding, LocalShards
+from lightning_hybrid.errors import PrecisionError, QuantizedStatesError
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
 from lightning_hybrid.run.build import RunOwner
+from lightning_hybrid.run.connected import ConnectedOptimizers, Optimization
+from lightning_hybrid.run.full_steps import read_in_manual_steps, shardings_in_step, step_full_parameters
 from lightning_hybrid.run.in_backward import connect_steps_in_backward
-from lightning_hybrid.run.optimizer_steps.connected import ConnectedOptimizers
-from lightning_hybrid.run.optimizer_steps.full_steps import (
-    connect_full_parameter_steps,
-)
-from lightning_hybrid.run.optimizer_steps.limits import (
-    check_quantized_states,
-    check_random_rounding,
-    check_reads_of_stages,
-)
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.run import Run
+from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.user_code.hooks import (
     read_in_later_hooks,
     step_hooks,
@@ -77,7 +72,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
         sharded=run.parts.names,
     )
-    for reducer in reducers.values():
+    for reducer in reducers.every:
         undo.callback(reducer.close)
     counted_parameters = [p for p in setting.module.parameters() if id(p) in counted]
     parts = _parts_of_norms(run)
@@ -85,7 +80,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         counted = {id(p) for p in counted_parameters if parts.is_first_owner(p)}
     _connect_precision(run, counted, parts)
     _step_in_float32(run, optimizers)
-    full = _step_full_parameters(run, owner, optimizers)
+    full = step_full_parameters(run, owner, optimizers)
     watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
     moved = [s for each in run.techniques for s in each.move_states(run, optimizers, [*watched, *full])]
     if setting.is_manual:
@@ -99,18 +94,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         moved=tuple(moved),
         watched=tuple(watched),
         in_backward=connect_steps_in_backward(run, optimizers, watched, moved, reducers),
-        connected=ConnectedOptimizers(
-            optimizers,
-            setting.module,
-            num_replicas=setting.world.mesh.size("data"),
-            has_copies=run.mesh.size("data") > 1 or bool(run.gathered_shardings) or run.is_pipelined,
-            sharded=run.parts.names,
-            is_manual=setting.is_manual,
-            unaveraged=lambda: {key: name for each in reducers.values() for key, name in each.unaveraged.items()},
-            is_sharded=bool(run.parts) or run.is_pipelined,
-            steps_in_backward=setting.options.optimizer_in_backward,
-            steps_in_float32=isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32,
-        ),
+        connected=ConnectedOptimizers(run, optimizers, reducers),
     )
 
 
@@ -121,7 +105,7 @@ def _parts_of_norms(run: Run) -> LocalShards:
     # Shards over replicas are gathered, so that each replica clips full gradients, but for those of experts.
     gathered = run.gathered_shardings if run.names_over("ep") else ()
     counted_once = [dataclasses.replace(sharding, placements={}) for sharding in gathered]
-    return LocalShards(run.setting.module, [*_shardings_in_step(run), *counted_once])
+    return LocalShards(run.setting.module, [*shardings_in_step(run), *counted_once])
 
 
 def _connect_precision(run: Run, counted: set[int], parts: LocalShards) -> None:
@@ -140,8 +124,9 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
     from lightning_hybrid.precision.stochastic_rounding import ParameterNames
 
     setting, precision = run.setting, run.setting.precision
-    if not isinstance(precision, HybridPrecision) or not precision.steps_in_float32:
+    if not setting.steps_in_float32:
         return
+    assert isinstance(precision, HybridPrecision)
     fuse_steps(optimizers, run.until_end)
     sharded = setting.is_manual and bool(run.gathered_shardings)
     check_random_rounding(precision, shards_manual_steps=sharded)
@@ -153,21 +138,6 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
         shardings=run.parts.shardings,
     )
     run.until_end.callback(undo)
-
-
-def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Let optimizers that need all elements of a parameter have them; return those."""
-    module, is_full = run.setting.module, lambda: owner.state.is_full
-    if run.setting.is_manual and run.gathered_shardings:
-        from lightning_hybrid.run.optimizer_steps.manual import (
-            sum_norms_in_manual_steps,
-        )
-
-        sum_norms_in_manual_steps(optimizers, module, _shardings_in_step(run), run.mesh, is_full, run.until_end)
-        return []
-    if run.setting.is_manual and run.guards is None:
-        return []
-    return connect_full_parameter_steps(optimizers, module, run.mesh, run.parts, is_full, run.until_end)
 
 
 def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -189,25 +159,7 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
     """Let optimizers that need full parameters read those; return them."""
     setting, undo = run.setting, run.until_end
     if setting.is_manual:
-        from lightning_hybrid.params.reads.agreement import HookAgreement
-        from lightning_hybrid.run.optimizer_steps.manual import (
-            read_full_parameters_in_manual_steps,
-        )
-
-        return read_full_parameters_in_manual_steps(
-            optimizers,
-            setting.module,
-            run.parts,
-            _shardings_in_step(run),
-            HookAgreement(
-                run.mesh.group("holders"),
-                setting.device,
-                partial(setting.world.rendezvous, compares=False),
-                "layer's",
-            ),
-            lambda: owner.state.is_full,
-            undo,
-        )
+        return read_in_manual_steps(run, owner, optimizers)
     if run.hook_reads is None:
         return []
     from lightning_hybrid.strategies.user_code.optimizers import reads_of_optimizers, watch_step
@@ -216,12 +168,6 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
     for optimizer, reads in watched.items():
         undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
     return list(watched)
-
-
-def _shardings_in_step(run: Run) -> list[AxisSharding]:
-    """The shardings that remain while a step of manual optimization runs: the others are gathered then."""
-    gathered = run.gathered_shardings
-    return [s for s in run.parts.shardings if not any(s is g for g in gathered)]
 
 
 def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -267,3 +213,48 @@ def _check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -
             "LBFGS needs all parameters in one vector, but each rank holds its own stages, and configure_optimizers"
             " does not name it; build it there, so that ranks hold shards instead of stages"
         )
+
+
+def check_random_rounding(precision: HybridPrecision, *, shards_manual_steps: bool) -> None:
+    """Refuse stochastic rounding where a step does not know which elements of a parameter it has."""
+    if precision.stochastic_rounding and shards_manual_steps:
+        raise PrecisionError(
+            "stochastic_rounding=True: zero_stage with manual optimization shards the steps of optimizers, which do not"
+            " know the places of their elements; set zero_stage=0, or master_weights=True instead",
+            entry="precision-rounding-places",
+        )
+
+
+def check_reads_of_stages(precision: object, watched: Sequence[Optimizer]) -> None:
+    """Refuse steps in float32 of optimizers that may read parameters of other stages, which are bfloat16 there."""
+    own = [optimizer for optimizer in watched if not type(optimizer).step.__module__.startswith("torch.")]
+    if own and isinstance(precision, HybridPrecision) and precision.steps_in_float32:
+        name = type(own[0]).__name__
+        raise PrecisionError(
+            f"{name} may combine parameters of several stages in its step, and those of other stages are bfloat16; set"
+            " pipeline_parallel_size=1, or give its class the attribute steps_parameters_independently=True if it steps"
+            " each by itself, or leave out master_weights and stochastic_rounding",
+            entry="precision-optimizer",
+        )
+
+
+def check_quantized_states(optimizers: Sequence[Optimizer], options: Options, *, is_sharded: bool) -> None:
+    """Refuse what does not go with quantized states."""
+    for optimizer in optimizers:
+        name, attributes = type(optimizer).__name__, vars(optimizer)
+        if not is_sharded and not options.optimizer_in_backward:
+            continue
+        if attributes.get("is_paged"):
+            raise QuantizedStatesError(
+                f"{name} has paged states (is_paged=True), which are not gathered to the owners of sharded parameters;"
+                " set is_paged=False",
+                entry="quantized-paged",
+            )
+        overrides: Any = getattr(attributes.get("mng"), "index2config", None)
+        if overrides:
+            raise QuantizedStatesError(
+                f"GlobalOptimManager overrides options of {len(overrides)} parameters of {name} by their positions in"
+                " groups, but owners of sharded parameters step a few at a time; put these parameters into a group of"
+                " their own, or into another optimizer",
+                entry="quantized-overrides",
+            )

@@ -23,7 +23,8 @@ from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.precision.float32_step import drop_unused_masters, shard_masters
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.connected import Optimization
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.world.ranks import RankWorld
 
@@ -127,7 +128,7 @@ class OptimizerStates:
         from lightning_hybrid.checkpoint.read import SavedOptimizer
 
         run, local = self._run, self.local_states
-        is_sharded = run is not None and (bool(run.parts) or run.is_pipelined)
+        is_sharded = run is not None and run.is_sharded
         entries = state.shapes(optimizer, local) if isinstance(state, SavedOptimizer) else state["state"]
         check_state_shapes(optimizer, entries, local.names_of(optimizer), is_sharded=is_sharded)
 
@@ -160,7 +161,7 @@ class OptimizerStates:
     def _state_to_pickle(self, optimizer: Optimizer) -> Any:
         local = type(optimizer).__getstate__(optimizer)
         run = self._run
-        is_sharded = run is not None and (bool(run.parts) or (run.plan is not None and run.plan.num_ranks > 1))
+        is_sharded = run is not None and run.is_sharded
         if not isinstance(local, dict) or "state" not in local or not is_sharded:
             return local
         if self._failed or self._world.is_disconnected:

@@ -16,10 +16,10 @@ from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call
+from lightning_hybrid.run.first_recording import record_first_step, warn_of_mixed_samples
 from lightning_hybrid.run.run import RecordedBatch, Run
+from lightning_hybrid.run.runner import make_runner
 from lightning_hybrid.strategies.logs.phases import phase
-from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixed_samples
-from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.state.layout_changes import Fallback
 from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 from lightning_hybrid.techniques.order import techniques_of
@@ -51,9 +51,7 @@ class ModulePartition:
     def decide(self, arguments: Sequence[Any] | None, refusal: str) -> Run:
         """Partition the module into stages if its step can be recorded, else into shards.
 
-        Args:
-            arguments: Of the training step that comes next, if the run has begun.
-            refusal: Why the step cannot be partitioned, where that is known on all ranks.
+        ``refusal`` says why the step cannot be partitioned, where all ranks know that.
         """
         setting, options = self._setting, self._setting.options
         self._plan_on_mesh()
@@ -67,7 +65,7 @@ class ModulePartition:
             with setting.contexts.advice(), phase("comparing the loss of microbatches with that of their batch"):
                 step, context = setting.module.training_step, self._context("training_step")
                 call = Call("training_step", step, recorded[0], recorded[1:], context)
-                warn_of_mixed_samples(setting.trainer, setting.module, runner, call)
+                warn_of_mixed_samples(setting, runner, call)
         if recorded and setting.is_fitting:
             assert self.run.runner is not None
             count = self.run.runner.count("training_step", recorded[0])
@@ -139,37 +137,15 @@ class ModulePartition:
         setting, runner = self._setting, self.run.runner
         assert runner is not None
         with setting.contexts.advice(), phase("recording the step on one batch"):
-            return record_first_step(
-                setting.trainer,
-                setting.module,
-                runner,
-                example=setting.options.example_batch,
-                arguments=arguments,
-                num_microbatches=setting.options.microbatches,
-                splitter=setting.options.batch_splitter,
-                context=self._context,
-            )
+            return record_first_step(setting, runner, self._context, arguments)
 
     def _plan_on_mesh(self) -> None:
         """Make the runner, and the techniques that observe layers while the first step is recorded."""
         setting, mesh = self._setting, self.run.mesh
-        module, options, world = setting.module, setting.options, setting.world
         if self.run.metrics is not None:
             self.run.metrics.close()
-        metrics = MetricSync(
-            module,
-            mesh.group("pp"),
-            meet=world.rendezvous,
-        )
-        plan, runner = make_runner(
-            module,
-            mesh,
-            world,
-            options,
-            self.run.randomness,
-            metrics,
-            lambda: self.run.parts,
-        )
+        metrics = MetricSync(setting.module, mesh.group("pp"), meet=setting.world.rendezvous)
+        plan, runner = make_runner(setting, mesh, self.run.randomness, metrics, lambda: self.run.parts)
         self._set(metrics=metrics, plan=plan, runner=runner, techniques=())
         self._set(techniques=techniques_of(self.run))
         if self._find_tensor_plan is not None:

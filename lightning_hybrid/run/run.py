@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_hybrid.step.objects.modules import find_layers
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -20,23 +19,17 @@ if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
     from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations
     from lightning_hybrid.mesh import Mesh
-    from lightning_hybrid.optimizers.in_backward import StepsInBackward
-    from lightning_hybrid.optimizers.moved import MovedStates
     from lightning_hybrid.params.guards import ReadGuards
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.params.shards import AxisSharding, LocalShards
     from lightning_hybrid.pipeline.metrics import MetricSync
     from lightning_hybrid.pipeline.plain import PlainRunner
     from lightning_hybrid.pipeline.runner import MicrobatchRunner
-    from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
     from lightning_hybrid.pipeline.staged import StepRunner
     from lightning_hybrid.pipeline.stages.plan import StagePlan
     from lightning_hybrid.randomness.keyed import KeyedRandomness
-    from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
-    from lightning_hybrid.run.optimizer_steps.connected import ConnectedOptimizers
     from lightning_hybrid.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback
-    from lightning_hybrid.techniques.reducers import Reducers
     from lightning_hybrid.tensor.runtime.model import ShardedModel
 
 
@@ -94,6 +87,11 @@ class Run:
     def is_pipelined(self) -> bool:
         """Whether steps run in several stages."""
         return self.setting.layout.pipeline_parallel_size > 1 and self.fallback is None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold shards of parameters, or only some of them."""
+        return bool(self.parts) or self.is_pipelined
 
     @property
     def assignment(self) -> Assignment | None:
@@ -209,28 +207,3 @@ class Run:
             metrics=None,
             hook_reads=None,
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimization:
-    """Gradient reducers and optimizer steps of a run, under one layout.
-
-    Attributes:
-        reducers: Average gradients over replicas, by the stage after which they are complete; None: after all.
-        tied: Sums gradients of parameters that several stages hold.
-        buffers: Sends the buffers of the first replica to the others.
-        moved: Optimizers whose states are elsewhere between their steps.
-        watched: Optimizers whose steps read parameters of other ranks.
-        in_backward: Steps parameters in the backward, if the user wants it.
-        connected: The optimizers that all of this is connected to; None before there are any.
-        step_hooks: Numbers of the hooks on steps that optimizers were built with.
-    """
-
-    reducers: Reducers = dataclasses.field(default_factory=dict)
-    tied: TiedParameters | None = None
-    buffers: ReplicaBufferBroadcast | None = None
-    moved: tuple[MovedStates, ...] = ()
-    watched: tuple[Optimizer, ...] = ()
-    in_backward: StepsInBackward | None = None
-    connected: ConnectedOptimizers | None = None
-    step_hooks: frozenset[int] = frozenset()

@@ -102,6 +102,11 @@ class Setting:
         return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
 
     @property
+    def steps_in_float32(self) -> bool:
+        """Whether the optimizers step bfloat16 parameters in float32."""
+        return isinstance(self.precision, HybridPrecision) and self.precision.steps_in_float32
+
+    @property
     def sizes_of_states(self) -> dict[str, bool]:
         """The arguments of `StateSizes`: steps in float32, copies that are kept, trials of a user's own step.
 

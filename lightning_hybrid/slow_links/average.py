@@ -56,16 +56,10 @@ class CompressedAverage:
     ) -> None:
         """Keep the method and the ranks; there is no feedback yet.
 
-        Args:
-            method: How messages are compressed.
-            group: The ranks.
-            is_compressing: Whether this step is compressed; the same on all ranks.
-            loss_scale: Returns the factor of the gradients, which may change from step to step.
-            uncompressed: FQNs of parameters that are sent as they are.
-            full_shapes: Of parameters whose gradients here are shards, by FQN: what is compressed does not depend on
-                how many ranks share a parameter.
-            step: Returns the number of the optimizer step, where one whose gradients are not finite is skipped, after
-                which the loss scale is smaller; None where no step is skipped.
+        There is no feedback yet. ``is_compressing`` is the same on all ranks. ``full_shapes`` are of parameters whose
+        gradients here are shards: what is compressed does not depend on how many ranks share a parameter. ``step``
+        numbers the optimizer steps, where one whose gradients are not finite is skipped, after which the loss scale is
+        smaller; it is None where none is skipped.
         """
         self.method, self.group = method, group
         self._is_compressing, self.loss_scale = is_compressing, loss_scale
@@ -109,11 +103,9 @@ class CompressedAverage:
     def launch(self, names: Sequence[str], gradients: Sequence[Tensor], flags: Tensor) -> PendingAverage:
         """Start to average gradients over the ranks; does not wait.
 
-        Args:
-            names: FQNs of the parameters.
-            gradients: One for each, of any shapes, divided by the number of replicas; they hold the average afterwards.
-            flags: Flat; one for each, and more: numbers that are summed uncompressed. Where the sum is 0, no rank has a
-                gradient, and feedback waits for the next message.
+        Gradients are divided by the number of replicas, and hold the average afterwards. ``flags`` has a number for
+        each, and more, which are summed uncompressed; where the sum is 0, no rank has a gradient, and feedback waits
+        for the next message.
         """
         return PendingAverage(self, names, gradients, flags)
 
@@ -122,11 +114,8 @@ class CompressedAverage:
     ) -> PendingSum:
         """Start to sum gradients that `selects` has selected; does not wait.
 
-        Args:
-            names: FQNs of the parameters.
-            gradients: One for each, of shape (rows, ...); they hold the sum afterwards.
-            forms: If each rank needs only its own row of gradients of shape (ranks, elements of the largest shard): for
-                each what its rows hold.
+        Gradients have shape (rows, ...), and hold the sum afterwards. Where each rank needs only its own row of
+        gradients of shape (ranks, elements of the largest shard), ``forms`` say what the rows of each hold.
         """
         return PendingSum(self, names, gradients, forms)
 
@@ -181,8 +170,7 @@ class PendingSum:
     def finish(self, has_gradient: Sequence[bool] | None = None) -> None:
         """Wait for the sum, and keep what it leaves out for the next message.
 
-        Args:
-            has_gradient: For each parameter, whether some rank has a gradient; feedback waits for one. All if None.
+        Feedback waits where no rank has a gradient; None means that all have some.
         """
         share, given = self._finish(), self._given
         if share is not None and given is not None:

@@ -89,11 +89,8 @@ class Method(ABC):
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
         """Start to sum a message over ranks; does not wait.
 
-        Args:
-            flat: The addend of this rank, flat; with ``scatter`` one row after the other for each rank, of one length.
-            pieces: The gradients in it.
-            group: The ranks.
-            scatter: Whether each rank needs only the row of its own rank of the sum.
+        ``flat`` is the addend of this rank; with ``scatter`` one row after the other for each rank, of which each needs
+        its own.
 
         Returns:
             A function that waits and writes the sum to ``flat``, or to its row. It returns this rank's share of the

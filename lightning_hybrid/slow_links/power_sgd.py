@@ -45,13 +45,9 @@ class PowerSGD(Method):
     ) -> None:
         """Keep the rank of the factors, and how a first Q is drawn.
 
-        Args:
-            traffic: Counts bytes.
-            rank: Rank of the factors.
-            min_compression_rate: Matrices that factors do not make smaller by more than that are not compressed.
-            warm_start: Whether a step begins with the Q of the step before, and not with a random one.
-            draw: Returns the first Q of a parameter, of shape (columns, rank), by FQN, columns and rank; equal on all
-                ranks.
+        Matrices that factors do not make smaller by more than ``min_compression_rate`` are not compressed; a warm start
+        begins with the Q of the step before. ``draw`` returns the first Q, of shape (columns, rank), by FQN, columns
+        and rank; equal on all ranks.
         """
         super().__init__(traffic)
         self.rank, self.min_compression_rate, self.warm_start = rank, min_compression_rate, warm_start

@@ -329,7 +329,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         """Run Lightning's backward of a scalar loss; gradients are averaged before hooks see them, as in DDP."""
         if self._lifecycle is None:
             return super().backward(*args, **kwargs)
-        return self._lifecycle.backward(*args, **kwargs)
+        return self._lifecycle.execution.backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, with the training step inside."""

@@ -115,11 +115,7 @@ TORCH: dict[str, tuple[str, ...]] = {
 
 
 def check_private_names() -> None:
-    """Check that Lightning and torch have every private name that is used.
-
-    Raises:
-        ImportError: It lacks some; names them, and the installed version.
-    """
+    """Check that Lightning and torch have every private name that is used."""
     missing = [*_missing_names("lightning.pytorch", PYTORCH), *_missing_names("lightning.fabric", FABRIC)]
     if missing:
         version = getattr(pl, "__version__", "of unknown version")

@@ -29,7 +29,7 @@ def connect_adascale(
         raise ValueError(f"{names} would both observe the gradients before their average; leave one of them out")
     for observer in observers:
         observer.connect_mesh(mesh, lambda: counted, each_batch=active.reduces_gradients)
-        for reducer in reducers.values():
+        for reducer in reducers.every:
             reducer.observe(observer)
         for group in active.groups:
             group.observe(observer)

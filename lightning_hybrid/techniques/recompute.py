@@ -349,7 +349,7 @@ class BudgetProfile(RunCallback):
             if parameter.grad is not None and "gradients" not in in_files:
                 yield parameter.grad
         yield from module.buffers()
-        for reducer in self._owner.optimization.reducers.values():
+        for reducer in self._owner.optimization.reducers.every:
             yield from reducer.messages
         if "optimizer_states" not in in_files:
             for optimizer in self._setting.trainer.optimizers:

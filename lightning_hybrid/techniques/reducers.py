@@ -10,12 +10,29 @@ from torch import nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
-from lightning_hybrid.replicate.reducer import GradientReducer, JointReducer
+from lightning_hybrid.replicate.reducer import GradientReducer
 
 if TYPE_CHECKING:
     from lightning_hybrid.pipeline.stages.plan import StagePlan
 
-Reducers = dict[int | None, GradientReducer | JointReducer]
+
+class Reducers(dict[int | None, list[GradientReducer]]):
+    """Average gradients over replicas, by the stage after which these are complete; None: after all stages."""
+
+    @property
+    def every(self) -> list[GradientReducer]:
+        """The reducers of all stages."""
+        return [reducer for members in self.values() for reducer in members]
+
+    def arm(self, stage: int | None) -> None:
+        """Announce that the gradients of a stage that the next backward accumulates are final."""
+        for reducer in self.get(stage, ()):
+            reducer.arm()
+
+    def finish(self, stage: int | None) -> None:
+        """Wait until the averages of a stage are in `grad`."""
+        for reducer in self.get(stage, ()):
+            reducer.finish()
 
 
 def stage_of_gradient(plan: StagePlan, name: str) -> int | None:
@@ -46,7 +63,7 @@ def connect_gradients(
         sharded: FQNs of parameters of which other ranks of a replica hold other shards.
 
     Returns:
-        A bucketed reducer by stage (None: of gradients that are complete only after all stages), the parameters that
+        The reducers, the parameters that
             several pipeline ranks hold, and the ids of the parameters that this rank counts in a norm.
     """
     parameters = dict(module.named_parameters())
@@ -55,7 +72,7 @@ def connect_gradients(
         everything = {id(parameter) for parameter in parameters.values()}
         copies = _keys_of_copies(dict.fromkeys(parameters, ()), sharded, mesh)
         reducer = GradientReducer(list(parameters.items()), data, copies=copies, dtype=reduce_dtype)
-        return {None: reducer}, None, everything
+        return Reducers({None: [reducer]}), None, everything
     holders = {name: plan.ranks_of(name) for name in parameters}
     counted = {id(parameters[name]) for name, ranks in holders.items() if ranks[0] == plan.rank}
     by_stage: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
@@ -63,15 +80,13 @@ def connect_gradients(
         if plan.rank in ranks:
             by_stage.setdefault(stage_of_gradient(plan, name), []).append((name, parameters[name]))
     copies = _keys_of_copies(holders, sharded, mesh)
-    reducers: Reducers = {}
+    reducers = Reducers()
     for key, members in by_stage.items() if averages else ():
         members_of_all = [(name, p) for name, p in members if name not in unreplicated]
-        dense = GradientReducer(members_of_all, data, copies=copies, dtype=reduce_dtype)
-        reducers[key] = dense
+        reducers[key] = [GradientReducer(members_of_all, data, copies=copies, dtype=reduce_dtype)]
         if unreplicated:
             shared = [(name, p) for name, p in members if name in unreplicated]
-            of_some = GradientReducer(shared, mesh.group("ep_replicate"), dtype=reduce_dtype)
-            reducers[key] = JointReducer([dense, of_some])
+            reducers[key].append(GradientReducer(shared, mesh.group("ep_replicate"), dtype=reduce_dtype))
     return reducers, TiedParameters(holders, parameters, mesh.group("pp")), counted
 
 

@@ -53,12 +53,6 @@ class CompressedGradientMessages(GradientMessages):
     """
 
     def __init__(self, *args: Any, average: CompressedAverage) -> None:
-        """Prepare.
-
-        Args:
-            args: Of `GradientMessages`.
-            average: Over the ranks of the shard, or over those that hold copies of it if there are any.
-        """
         super().__init__(*args)
         self.average = average
         self._over_copies = self._ranks.replicate.size() > 1

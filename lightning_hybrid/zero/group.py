@@ -59,15 +59,8 @@ class ParameterGroup:
     ) -> None:
         """Take over parameters that hold local shards.
 
-        Args:
-            fqn: Of the layer.
-            parameters: By FQN; of one dtype, and holding this rank's shards.
-            placements: Of those that are sharded; the others are full on every rank.
-            ranks: That shard them.
-            keeps_full: As the attribute.
-            devices: Storage devices of shards; the parameters' device if None.
-            region: Of a file, for ``bytes_of_shards`` bytes of shards; None if they are not in a file.
-            sparse: FQNs of those whose gradients are sparse in their first dim.
+        They are of one dtype; those without a placement are full on every rank. ``region`` is of a file, for
+        ``bytes_of_shards`` bytes; gradients of ``sparse`` ones are sparse in their first dim.
         """
         self.fqn, self.parameters, self._ranks, self.keeps_full = fqn, dict(parameters), ranks, keeps_full
         self._size, self._rank = ranks.shard.size(), ranks.shard.rank()

@@ -30,10 +30,8 @@ class ShardedStep:
     def __init__(self, optimizer: Optimizer, ranks: dist.ProcessGroup, placements: Mapping[int, Shard]) -> None:
         """Replace the optimizer's step.
 
-        Args:
-            optimizer: Whose step is the same function for shards of a parameter as for the full one.
-            ranks: That have equal parameters and gradients.
-            placements: By id of each parameter that is a shard between training steps, as its gradient and states are.
+        It is the same function for shards of a parameter as for the full one. ``placements`` are by id of each
+        parameter that is a shard between training steps, as its gradient and states are.
         """
         self._optimizer, self._ranks, self._placements = optimizer, ranks, placements
         self._original = optimizer.step
@@ -41,15 +39,11 @@ class ShardedStep:
 
     def _step(self, kwargs: dict[str, Any]) -> None:
         every = [p for group in self._optimizer.param_groups for p in group["params"]]
-        originals = [(p, p.data, p.grad) for p in every if id(p) in self._placements]
-        try:
-            for p, data, gradient in originals:
-                store.swap_in(p, self._shard(p, data), None if gradient is None else self._shard(p, gradient))
+        sharded = [p for p in every if id(p) in self._placements]
+        shards = ((p, self._shard(p, p.data), None if p.grad is None else self._shard(p, p.grad)) for p in sharded)
+        with store.swapped(shards):
             self._original(**kwargs)
-        finally:
-            for p, data, gradient in originals:
-                store.swap_out(p, data, gradient)
-        self._gather([p for p, _, _ in originals])
+        self._gather(sharded)
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[Tensor]) -> None:

@@ -48,14 +48,6 @@ class GradientMessages:
         ranks: ShardRanks,
         sparse: Collection[str],
     ) -> None:
-        """Prepare.
-
-        Args:
-            shapes: Shapes of the local shards, by FQN.
-            placements: Of parameters that are sharded.
-            ranks: That shard them.
-            sparse: FQNs of those whose gradients are sparse in their first dim.
-        """
         self._shapes, self._placements, self._ranks = shapes, placements, ranks
         self._size = ranks.shard.size()
         self._sizes = {name: numel_of_largest_shard(shape, placements.get(name)) for name, shape in shapes.items()}

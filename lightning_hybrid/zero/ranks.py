@@ -55,10 +55,6 @@ def numel_of_largest_shard(local_shape: Sequence[int], placement: Shard | None) 
 def shard_placement(shape: torch.Size, size: int) -> Shard | None:
     """Placement of a parameter's shards: along the first dim, or the longest if that is too short for all ranks.
 
-    Args:
-        shape: Of the tensor to shard.
-        size: Number of ranks.
-
     Returns:
         None for a single number, which every rank holds.
     """

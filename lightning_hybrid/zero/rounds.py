@@ -37,10 +37,7 @@ class GatherRounds:
     def __init__(self, mesh: Mesh, groups: Sequence[ParameterGroup], reductions: Reductions) -> None:
         """Prepare rounds; collective over the world.
 
-        Args:
-            mesh: Of the run.
-            groups: All groups of this rank, in an order that all ranks share.
-            reductions: Of this rank.
+        The order of the groups is the same on all ranks.
         """
         # For rows in host memory, and for parameters; no other collectives go through these two.
         self._headers = mesh.dedicated_group("dp_shard", "headers of gathers", "gloo")
@@ -54,9 +51,7 @@ class GatherRounds:
     def request(self, requested: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup]) -> None:
         """Gather groups, and join the gathers that other ranks request.
 
-        Args:
-            requested: Groups of the layer that runs next.
-            prefetched: Groups of the layer after it, prefetched if it comes next on all ranks.
+        ``prefetched`` are of the layer after the next one, if it comes next on all ranks.
         """
         missing = [group for group in requested if not group.is_full_or_gathering]
         for start in range(0, len(missing), _SLOTS):
@@ -102,13 +97,6 @@ def agree_on_step(
     trained: Mapping[str, bool], ranks: ShardRanks, device: torch.device, num_microbatches: int, *, has_hooks: bool
 ) -> tuple[bool, bool]:
     """Check that all ranks train the same parameters, on which their messages depend. Collective over ``ranks``.
-
-    Args:
-        trained: Whether each parameter of this rank takes gradients, by FQN.
-        ranks: That shard the parameters, and replicate the shards.
-        device: Of this rank.
-        num_microbatches: Of the step on this rank.
-        has_hooks: Whether hooks of the user on this rank get gradients of earlier batches.
 
     Returns:
         Whether all ranks have the same number of microbatches, and whether any of them has such hooks.

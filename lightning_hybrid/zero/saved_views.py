@@ -39,13 +39,6 @@ class SavedViews:
         full: Callable[[ParameterView], Tensor],
         is_freed: Callable[[], bool],
     ) -> None:
-        """Prepare for the groups of layers.
-
-        Args:
-            groups: That are freed between forward and backward.
-            full: Gathers a view.
-            is_freed: Whether they are freed in the current step.
-        """
         self._groups, self._full, self._is_freed = list(groups), full, is_freed
         self._outer: Any = None
         self._hooks = self._pack, self._unpack  # the same objects always: compiled code guards them

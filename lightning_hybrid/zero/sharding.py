@@ -69,13 +69,8 @@ class ZeroSharding(Active):
     ) -> None:
         """Take over groups of sharded parameters.
 
-        Args:
-            root: The user's module.
-            groups: By the stage after whose last backward their gradients are complete; each in forward order. The FQN
-                of a group is that of a layer whose forward is all that reads its parameters, or "".
-            ranks: That shard the parameters.
-            device: Of this rank.
-            per_layer: As the attribute.
+        They are by the stage after whose last backward their gradients are complete, each in forward order. The FQN of
+        a group is that of a layer whose forward is all that reads its parameters, or "".
         """
         self.per_layer = per_layer
         self._groups = {stage: list(members) for stage, members in groups.items()}
@@ -171,11 +166,7 @@ class ZeroSharding(Active):
         return parameter
 
     def check(self) -> None:
-        """Check that the files of parameters can be read.
-
-        Raises:
-            OffloadError: A file has been truncated.
-        """
+        """Check that the files of parameters can be read."""
         for file in {group.region.file for group in self._all if group.region is not None}:
             file.check()
 
@@ -196,9 +187,8 @@ class ZeroSharding(Active):
     def step(self, num_microbatches: int = 0) -> Iterator[None]:
         """Run a step inside; collective over the ranks of the shard, unless an evaluation keeps all parameters full.
 
-        Args:
-            num_microbatches: Backwards of each stage here; 0 for a step without a backward. Where other ranks have
-                more or fewer, all layers are gathered for the whole step.
+        A step without a backward has no microbatches. Where other ranks have more or fewer, all layers are gathered for
+        the whole step.
         """
         self.check()
         if num_microbatches:
@@ -229,11 +219,8 @@ class ZeroSharding(Active):
     def user_step(self, are_averaged: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Keep parameters and gradients full inside, for a step that calls backwards and optimizers itself; collective.
 
-        It may read and write them between any two of its lines.
-
-        Args:
-            are_averaged: Whether its gradients are averages over replicas when it ends. Others are different on each
-                replica, so no rank has only a shard of its own until they are averaged.
+        It may read and write them between any two of its lines. Gradients that are no averages over replicas when it
+        ends are different on each replica, so no rank has only a shard of its own until they are averaged.
         """
         self.check()
         for group in self._all:

@@ -40,9 +40,7 @@ class StorageDevices:
     def of(cls, moved: Iterable[str], device: torch.device) -> StorageDevices:
         """Put what is moved on the host, which includes the memory of a mapped file.
 
-        Args:
-            moved: Some of "parameters", "gradients" and "optimizer_states".
-            device: The compute device.
+        ``moved`` are some of "parameters", "gradients" and "optimizer_states".
         """
         kinds = set(moved)
         return cls(*(HOST if kind in kinds else device for kind in ("parameters", "gradients", "optimizer_states")))
@@ -57,13 +55,7 @@ class StoredShards:
     """The local shards of one group's parameters, in storage."""
 
     def __init__(self, shards: Mapping[str, Tensor], devices: StorageDevices, region: Region | None) -> None:
-        """Move the shards to storage.
-
-        Args:
-            shards: By FQN; on the compute device.
-            devices: Devices to move them to.
-            region: Of a file, which is their storage if there is one.
-        """
+        """Move the shards to storage."""
         self._devices, self.region = devices, region
         self._shown: dict[str, Tensor] = {}  # copies on another device than the storage
         self._shards: dict[str, Tensor] = {}

@@ -50,7 +50,7 @@ FLOORS = [
     {"strategies/user_code"},
     {"strategies/options"},
     {"strategies/world"},
-    {"strategies/logs", "strategies/start", "run/optimizer_steps", "techniques/slow_links"},
+    {"strategies/logs", "strategies/start", "techniques/slow_links"},
     {f"techniques/{name}" for name in TECHNIQUES},
     {"run"},
     {"run/description"},

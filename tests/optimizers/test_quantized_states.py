@@ -20,7 +20,7 @@ from lightning_hybrid.optimizers.trial import (
     steps_full_parameters,
 )
 from lightning_hybrid.run.description.memory import memory_of_stages
-from lightning_hybrid.run.optimizer_steps.limits import check_quantized_states
+from lightning_hybrid.run.optimization import check_quantized_states
 from models.quantized_optimizers import MODULES, By8bit, ByBitsandbytes, Uncompiled
 
 NAMES = list(MODULES)

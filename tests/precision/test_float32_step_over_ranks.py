@@ -18,7 +18,7 @@ from lightning_hybrid.callbacks import LocalSGD
 from lightning_hybrid.errors import PrecisionError, StepError
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.precision.float32_step import MASTER_WEIGHT
-from lightning_hybrid.run.optimizer_steps.limits import check_random_rounding
+from lightning_hybrid.run.optimization import check_random_rounding
 from lightning_hybrid.techniques.offload import Offload
 from models.cases import Samples
 from models.full_parameter_optimizers import ManuallyByMuon

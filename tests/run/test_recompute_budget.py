@@ -30,7 +30,7 @@ class PeakAndReport(Callback):
             self.live = LiveBytes(torch.device("cpu"))
             states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
             grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            messages = [m for r in trainer.strategy._active.optimization.reducers.values() for m in r.messages]
+            messages = [m for r in trainer.strategy._active.optimization.reducers.every for m in r.messages]
             counted = [*pl_module.parameters(), *pl_module.buffers(), *grads, *messages, *states]
             self.live.track(each for each in counted if isinstance(each, torch.Tensor))
             self.live.__enter__()

@@ -39,10 +39,7 @@ class HookAgreement:
     def agree_on(self, hook: str, what: str, why: str = "") -> None:
         """Check that all ranks are about to do the same, in the same line of user code; collective.
 
-        Args:
-            hook: Name of the hook.
-            what: The next operation, for comparison and messages.
-            why: The operation that needs it, for messages.
+        ``what`` is the next operation, ``why`` the one that needs it.
 
         Raises:
             RanksDisagree: They are not; raised on every rank.

@@ -156,11 +156,7 @@ class GatherOnRead(TorchFunctionMode):
     ) -> None:
         """Record what must be gathered.
 
-        Args:
-            parameters: All of the module, by FQN, in the same order on every rank.
-            shards: Of these, over the ranks that run the code.
-            stages: Where the others are.
-            room: Bytes of gathered tensors to keep; the same on every rank.
+        Gathered tensors are kept up to ``room`` bytes, the same on every rank, as is the order of parameters.
         """
         super().__init__()
         self._parameters, self._shards, self._stages, self._room = dict(parameters), shards, stages, room

@@ -85,10 +85,8 @@ class HookReads(GatherOnRead):
     def hook(self, name: str, *, is_complete: bool = True, is_on_all_ranks: bool = True) -> Iterator[None]:
         """Run a hook inside, which reads the full model; nested hooks count as one. Collective.
 
-        Args:
-            name: For messages.
-            is_complete: Whether gradients of shared parameters are summed over their ranks.
-            is_on_all_ranks: Whether all ranks run this hook also if it reads nothing.
+        ``is_complete`` says whether gradients of shared parameters are summed over their ranks, ``is_on_all_ranks``
+        whether all ranks run this hook also if it reads nothing.
 
         Raises:
             RanksDisagree: Some ranks read what others do not.

@@ -34,12 +34,8 @@ class StepReads(GatherOnRead):
     ) -> None:
         """Begin a step.
 
-        Args:
-            parameters: Of the module, by FQN.
-            shards: Of these; those over replicas are not gathered here.
-            stages: The pipeline ranks that hold them.
-            agree_on: Called with what is about to be sent; raises on ranks that read something else.
-            room: Bytes of gathered tensors to keep until the end; the same on every rank.
+        Shards over replicas are not gathered here. ``agree_on`` is called with what is about to be sent, and raises on
+        ranks that read something else; ``room`` are bytes of gathered tensors to keep, the same on every rank.
         """
         super().__init__(parameters, shards.over("tp"), stages, room=room)
         others = (axis for axis in shards.shardings if axis.axis not in ("tp", "cp"))

@@ -27,11 +27,7 @@ class FullParameterReads:
     def __init__(self, root: nn.Module, cut: AxisSharding, without: Collection[str], guards: ReadGuards) -> None:
         """Selects the sharded parameters.
 
-        Args:
-            root: The user's module; each parameter holds this rank's shard.
-            cut: The sharding over tensor ranks.
-            without: FQNs of parameters that another mode represents in full to code outside of layers.
-            guards: The guards of the run.
+        ``without`` are FQNs of parameters that another mode represents in full to code outside of layers.
         """
         self._cut = cut
         self._names = {

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.params.boxes import shard_of
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.connected import Optimization
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 
 _Table = dict[str, list[Any]]
@@ -64,7 +65,7 @@ def _table(run: Run, optimization: Optimization) -> _Table:
     return {
         "parameters": parameters,
         "gathers": [(group.fqn, *group.parameters) for group in groups],
-        "averages": [(str(stage), *reducer.names) for stage, reducer in optimization.reducers.items()],
+        "averages": [(stage, *each.names) for stage, members in optimization.reducers.items() for each in members],
     }
 
 

@@ -23,7 +23,7 @@ from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.patching import around
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.run.build import RunOwner
+from lightning_hybrid.run.build import OwnedByRun, RunOwner
 from lightning_hybrid.run.execution.steps import StepPolicy
 from lightning_hybrid.run.optimizer_states import is_in_first_copy
 from lightning_hybrid.step.standins.tensors import drop, fill, is_absent
@@ -52,11 +52,11 @@ def printed_once(error: FirstStepError, rank: int) -> FirstStepError:
     return error
 
 
-class FirstStepCheck(StepPolicy):
+class FirstStepCheck(OwnedByRun, StepPolicy):
     """Runs the first optimizer step in one process too, and raises unless losses and gradients match."""
 
     def __init__(self, owner: RunOwner) -> None:
-        self._owner = owner
+        super().__init__(owner)
         self._reference: OneProcessStep | None = None
         self._has_loss = False  # of the latest batch, in one process
         self._full = True  # whether full batches are run at once, not their microbatches
@@ -73,7 +73,7 @@ class FirstStepCheck(StepPolicy):
         Raises:
             ValueError: The module steps its optimizers by itself.
         """
-        module = self._owner.setting.module
+        module = self.setting.module
         if not module.automatic_optimization:
             raise ValueError(
                 f"verify_first_step=True compares gradients before the optimizer steps, but {type(module).__name__}"
@@ -85,11 +85,7 @@ class FirstStepCheck(StepPolicy):
         self._losses, self._reference = [], None
 
     def before_batch(self, args: Sequence[Any]) -> None:
-        """Run a training step before the first optimizer step in one process as well.
-
-        Raises:
-            FirstStepError: One process cannot run it.
-        """
+        """Run a training step before the first optimizer step in one process as well."""
         if self._losses is None:
             return
         from lightning_hybrid.strategies.logs.phases import phase
@@ -108,11 +104,7 @@ class FirstStepCheck(StepPolicy):
             self._start_over()
 
     def after_backward(self, *, is_complete: bool) -> None:
-        """Compare the gradients of the first step once they are averaged.
-
-        Raises:
-            FirstStepError: They are not those of one process.
-        """
+        """Compare the gradients of the first step once they are averaged."""
         if self._losses and is_complete:
             self._compare()
 
@@ -124,7 +116,7 @@ class FirstStepCheck(StepPolicy):
         self._check_memory(batch)
         replica_inputs = self._gather(batch)
         failure, gave_loss = "", True
-        world, run = self._owner.setting.world, self._owner.run
+        world, run = self.setting.world, self.run
         with contextlib.ExitStack() as stack:
             if is_in_first_copy(world) and run.parts:
                 stack.enter_context(run.parts.summon_full_parameters())
@@ -137,23 +129,22 @@ class FirstStepCheck(StepPolicy):
                     failure = f"{type(error).__name__}: {error}"
         failure, gave_loss = world.broadcast((failure, gave_loss))
         if failure:
-            refusal = FirstStepError(
+            raise self._refusal(
                 f"verify_first_step=True: the first step does not run in one process: {failure}. No parameter has"
                 " changed; set verify_first_step=False to train without this check",
                 entry="first-step-fails",
             )
-            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
         return bool(gave_loss)
 
     @contextlib.contextmanager
     def _parameters_of_stages(self) -> Iterator[None]:
         """Context in which the first rank of a pipeline has all parameters; collective over its ranks."""
-        plan, group = self._owner.run.plan, self._owner.setting.world.mesh.group("pp")
+        plan, group = self.run.plan, self.setting.world.mesh.group("pp")
         if plan is None or plan.first is None:
             yield
             return
         filled = []
-        for name, parameter in self._owner.setting.module.named_parameters():
+        for name, parameter in self.setting.module.named_parameters():
             owner = plan.ranks_of(name)[0]
             if owner > 0 and plan.rank == owner:
                 dist.send(on_group_device(parameter.detach().contiguous(), group), group=group, group_dst=0)
@@ -171,28 +162,27 @@ class FirstStepCheck(StepPolicy):
     def _check_memory(self, batch: Any) -> None:
         from lightning_hybrid.memory.free import memory_shortage
 
-        setting, plan = self._owner.setting, self._owner.run.plan
+        setting, plan = self.setting, self.run.plan
         # The values of one microbatch, without those inside of units; those of all where a full batch fits.
         graph = plan.first.assignment.graph if plan is not None and plan.first is not None else None
         activations = 0 if graph is None else sum(value.nbytes for value in graph.values)
         shortage = partial(memory_shortage, list(setting.module.parameters()), setting.device)
-        count = 1 if self._owner.run.runner is None else self._owner.run.runner.count("training_step", batch)
+        count = 1 if self.run.runner is None else self.run.runner.count("training_step", batch)
         too_large, missing = setting.world.broadcast((shortage(activations * count), shortage(activations)))
         self._full = not too_large
         if too_large and not missing:
             rank_zero_info(f"the first step is verified one microbatch after the other: {too_large}")
         if missing:
-            refusal = FirstStepError(
+            raise self._refusal(
                 f"{missing}. No parameter has changed. Verify a smaller model of the same code (fewer layers, a smaller"
                 " batch), or set verify_first_step=False",
                 entry="first-step-memory",
             )
-            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
         from lightning_hybrid.verify.first_step import ReplicaInput
 
-        runner, mesh, device = self._owner.run.runner, self._owner.setting.world.mesh, self._owner.setting.device
+        runner, mesh, device = self.run.runner, self.setting.world.mesh, self.setting.device
         count = 1 if runner is None else runner.count("training_step", batch)
         local = ReplicaInput(batch, count, GeneratorStates(device))
         data = mesh.group("data")
@@ -209,7 +199,7 @@ class FirstStepCheck(StepPolicy):
     def _run_one_process(self, replica_inputs: list[ReplicaInput], rest: list[Any]) -> bool:
         from lightning_hybrid.verify.first_step import OneProcessStep, StepCall, no_communication
 
-        setting, run = self._owner.setting, self._owner.run
+        setting, run = self.setting, self.run
         trainer, module = setting.trainer, setting.module
         if self._reference is None:
             keyed = None if run.runner is None else KeyedRandomness(setting.seed, setting.device)
@@ -237,15 +227,18 @@ class FirstStepCheck(StepPolicy):
     def _precision(self) -> str:
         from lightning_hybrid.verify.first_step import precision_of
 
-        setting = self._owner.setting
+        setting = self.setting
         return precision_of(setting.mesh_precision.precision, list(setting.module.parameters()))
+
+    def _refusal(self, message: str, *, entry: str) -> FirstStepError:
+        return printed_once(FirstStepError(message, entry=entry), self.setting.world.mesh.rank)
 
     # -- the comparison -----------------------------------------------------------------------------------------------
 
     def _compare(self) -> None:
         from lightning_hybrid.verify.first_step import compare_first_step
 
-        setting, world, losses = self._owner.setting, self._owner.setting.world, self._losses
+        setting, world, losses = self.setting, self.setting.world, self._losses
         assert losses is not None
         reference: OneProcessResult | None = None if self._reference is None else self._reference.result
         parameters = dict(setting.module.named_parameters())
@@ -267,7 +260,7 @@ class FirstStepCheck(StepPolicy):
             mesh=world.mesh,
             device=setting.device,
             precision=self._precision,
-            parts=self._owner.run.parts,
+            parts=self.run.parts,
         )
         verdict = compare(reference)
         split = None if reference is None else reference.of_microbatches
@@ -276,25 +269,24 @@ class FirstStepCheck(StepPolicy):
             verdict = verdict if of_microbatches.first else of_microbatches
         self._losses = self._reference = None
         if verdict.first:
-            refusal = FirstStepError(
+            raise self._refusal(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
                 " layouts with one process; verify_first_step=False trains without this check",
                 entry="first-step-differs",
             )
-            raise printed_once(refusal, self._owner.setting.world.mesh.rank)
         rank_zero_info(describe_verdict(verdict, self._precision))
         if reference is not None and reference.mixing is not None:
             self._warn_of_mixing(reference.mixing)
 
     def _stages(self, parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        plan = self._owner.run.plan
+        plan = self.run.plan
         if plan is None or plan.first is None or plan.num_stages == 1:
             return {}
         return {name: plan.stages_of(name) for name in parameters}
 
     def _warn_of_mixing(self, mixing: Mixing) -> None:
-        module = self._owner.setting.module
-        text = describe_mixing_of_step(module, mixing, self._owner.setting.world.mesh.layout.data_parallel_size)
+        module = self.setting.module
+        text = describe_mixing_of_step(module, mixing, self.setting.world.mesh.layout.data_parallel_size)
         code = unwrap(type(module).training_step).__code__  # the warning names the user's step
         warnings.warn_explicit(text, UserWarning, Path(code.co_filename).name, code.co_firstlineno)
 
@@ -313,13 +305,7 @@ def describe_verdict(verdict: Verdict, precision: str) -> str:
 
 
 def describe_mixing_of_step(module: nn.Module, mixing: Mixing, replicas: int) -> str:
-    """The warning about a full batch that is not the mean over its microbatches.
-
-    Args:
-        module: The user's module.
-        mixing: Both numbers.
-        replicas: Number of replicas.
-    """
+    """The warning about a full batch that is not the mean over its microbatches."""
     from lightning_hybrid.run.execution.fit import batch_norms_in_training
 
     layers = len(batch_norms_in_training(module))

@@ -241,11 +241,7 @@ def batch_norms_in_training(module: nn.Module) -> list[str]:
 
 
 def check_microbatch_option(setting: Setting) -> None:
-    """Refuse options and modules with which a training step cannot run again in more microbatches.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Refuse options and modules with which a training step cannot run again in more microbatches."""
     reason = _why_not(setting) or why_ranks_cannot_stop_together(setting.trainer, setting.world.mesh)
     if reason:
         raise ValueError(

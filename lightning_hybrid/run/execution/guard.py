@@ -23,7 +23,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import batch_size_scaling
 
+from lightning_hybrid.collectives.arrivals import store_of_run
 from lightning_hybrid.collectives.forbidden import COLLECTIVES, POINT_TO_POINT
 from lightning_hybrid.errors import RankOutOfMemory, causes_of, is_out_of_memory
 from lightning_hybrid.mesh import Mesh
@@ -63,23 +63,13 @@ class MemoryGuard:
     """
 
     def __init__(self, mesh: Mesh, timeout: timedelta, any_failed: Callable[[], bool]) -> None:
-        """Prepare; all ranks make their guards of a run in one order.
-
-        Args:
-            mesh: Of the run.
-            timeout: Time that one wait may take.
-            any_failed: Whether a rank is known to have failed by another error.
-        """
+        """Prepare; all ranks make their guards of a run in one order. ``timeout`` is of one wait."""
         self.is_active = False
         self._mesh, self._timeout, self._any_failed = mesh, timeout.total_seconds(), any_failed
         self._size = mesh.layout.world_size
         self._attempt = 0
         self._rounds: Counter[str] = Counter()  # collectives that this rank has arrived at, by group
-        self._store: Any = None
-        if self._size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            guard = store.add(f"hybrid3d/memory-guards-of-rank-{mesh.rank}", 1)  # the same number on every rank
-            self._store = dist.PrefixStore(f"hybrid3d/memory-guard-{guard}", store)
+        self._store: Any = store_of_run("memory-guard", mesh.rank) if self._size > 1 else None
 
     def run(self, function: Callable[[], T]) -> T:
         """Run a function that all ranks run; collective.
@@ -209,7 +199,7 @@ class MemoryGuard:
             if number > 1:  # all ranks have read the one before
                 self._store.delete_key(self._key(name, str(number - 1)))
         else:
-            self._wait_for(decision, partial(self._stop_if_failed, decision))
+            self._wait_for(decision, lambda: self._stop_if_failed(decision))
             outcome = self._store.get(decision)
         if outcome == b"stop":
             raise _StoppedByPeer
@@ -267,11 +257,7 @@ def guard_trials(
 ) -> Callable[[], None]:
     """Let all ranks stop a trial together, and load one file after the last; return the undo.
 
-    Args:
-        world: The ranks of the run.
-        guard: Of the run.
-        before_trial: Called before each trial.
-        abandon: Called after a trial that ran out of memory, on all ranks.
+    ``abandon`` is called after a trial that ran out of memory, on all ranks.
     """
     # Each rank would restore from a file of another name, of which one has been written.
     name = world.broadcast(str(uuid.uuid4()))
@@ -279,25 +265,14 @@ def guard_trials(
     names = SimpleNamespace(uuid4=lambda: name)
     undo.callback(replace(batch_size_scaling, "uuid", names, reason=reason))
 
-    def stop_together() -> None:
-        abandon()
-        world.catch_up(guard.largest)
+    def run_trial(original: Callable[..., None], *args: Any) -> None:
+        before_trial()
+        try:
+            guard.run(lambda: original(*args))
+        except RankOutOfMemory:
+            abandon()
+            world.catch_up(guard.largest)
+            raise
 
-    trial = partial(_run_trial, guard, before_trial, stop_together)
-    undo.callback(around(batch_size_scaling, "_try_loop_run", trial, reason=reason))
+    undo.callback(around(batch_size_scaling, "_try_loop_run", run_trial, reason=reason))
     return undo.close
-
-
-def _run_trial(
-    guard: MemoryGuard,
-    before_trial: Callable[[], None],
-    abandon: Callable[[], None],
-    original: Callable[..., None],
-    *args: Any,
-) -> None:
-    before_trial()
-    try:
-        guard.run(lambda: original(*args))
-    except RankOutOfMemory:
-        abandon()
-        raise

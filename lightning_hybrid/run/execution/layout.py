@@ -24,9 +24,8 @@ from lightning_hybrid.errors import BatchError, StepError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.pipeline.stages.training import Backwards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.run.build import RunOwner
+from lightning_hybrid.run.build import OwnedByRun, RunOwner
 from lightning_hybrid.run.execution.steps import Attempt, StepExecution, StepPolicy
-from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.user_code.hooks import step_arguments
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
 
 
-class LayoutChooser(StepPolicy):
+class LayoutChooser(OwnedByRun, StepPolicy):
     """Checks before each training batch that the layout can run it, and changes the layout otherwise.
 
     Attributes:
@@ -45,7 +44,8 @@ class LayoutChooser(StepPolicy):
 
     def __init__(self, owner: RunOwner, execution: StepExecution) -> None:
         self.pipelined_batches: tuple[int, int | None] = (0, None)
-        self._owner, self._execution = owner, execution
+        super().__init__(owner)
+        self._execution = execution
         # Training batches that may still show that the step can be partitioned: what the start hooks set comes after
         # the first recording, and so does what the first batch sets.
         self._num_tries = 2 if owner.setting.is_fitting and owner.setting.needs_runner else 0
@@ -63,43 +63,35 @@ class LayoutChooser(StepPolicy):
         self._num_tries *= may_retry
 
     @property
-    def _run(self) -> Run:
-        return self._owner.run
-
-    @property
-    def _setting(self) -> Setting:
-        return self._owner.setting
-
-    @property
     def _batches(self) -> int:
         """Number of the training batch in the run."""
-        return int(self._setting.trainer.fit_loop.epoch_loop.total_batch_idx)
+        return int(self.setting.trainer.fit_loop.epoch_loop.total_batch_idx)
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Change the layout if this batch requires another; runs after hooks of the user."""
-        module, runner = self._setting.module, self._run.runner
+        module, runner = self.setting.module, self.run.runner
         if not module.automatic_optimization or runner is None:
             return
         # The first batch of an epoch, and the batches 1, 2, 4, ... of the run.
-        is_inspected = not self._setting.trainer.fit_loop.epoch_loop.batch_idx or self._batches.bit_count() == 1
-        if (plain := self._run.plain_runner) is not None and is_inspected:
+        is_inspected = not self.setting.trainer.fit_loop.epoch_loop.batch_idx or self._batches.bit_count() == 1
+        if (plain := self.run.plain_runner) is not None and is_inspected:
             plain.recheck_weighting()
-        if self._run.is_pipelined:
+        if self.run.is_pipelined:
             arguments = step_arguments(module, "training_step", batch, batch_idx)
-            if pending_cuts(self._setting.trainer) is None or self._has_list_optimizers:
+            if pending_cuts(self.setting.trainer) is None or self._has_list_optimizers:
                 self._keep_pipelined(arguments)
             else:
                 self._rebalance(arguments)
-        elif self._num_tries and self._run.fallback is not None:
-            with self._setting.world.as_launcher():
+        elif self._num_tries and self.run.fallback is not None:
+            with self.setting.world.as_launcher():
                 self._try_to_partition(step_arguments(module, "training_step", batch, batch_idx))
         self._num_tries = max(0, self._num_tries - 1)
 
     def on_train_end(self) -> None:
         """Announce the fallback of a run so short that no batch was left to try the step."""
-        fallback = self._run.fallback
+        fallback = self.run.fallback
         if self._num_tries and fallback is not None and self._batches >= 0:
             self._num_tries = 0
             fallback.announce()
@@ -113,7 +105,7 @@ class LayoutChooser(StepPolicy):
 
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
         """Run the optimizer's step, with the training step inside; where that breaks, repeat both."""
-        module = self._setting.module
+        module = self.setting.module
         hook = module._current_fx_name
         while True:
             before, self._in_optimizer_step = self._in_optimizer_step, True
@@ -136,7 +128,7 @@ class LayoutChooser(StepPolicy):
 
     def _takes_other_traces(self, broken: StepBroken) -> bool:
         """Select other traces for the batch; returns whether all ranks have found some."""
-        runner, world, error = self._run.staged_runner, self._setting.world, None
+        runner, world, error = self.run.staged_runner, self.setting.world, None
         assert runner is not None
         runner.select_by_dry_runs("training_step")
         try:
@@ -153,7 +145,7 @@ class LayoutChooser(StepPolicy):
             reason = reason.with_traceback(None)
             gc.collect()  # its frames held the graph of the step, which refers to parameters of other shapes
         self._num_tries = 0
-        world = self._setting.world
+        world = self.setting.world
         with world.as_launcher():
             world.rendezvous("a change of the layout")
             self._change_layout(arguments, world.first_reason(reason))
@@ -164,12 +156,12 @@ class LayoutChooser(StepPolicy):
             keeps_lists_per_parameter,
         )
 
-        return any(map(keeps_lists_per_parameter, self._setting.trainer.optimizers))
+        return any(map(keeps_lists_per_parameter, self.setting.trainer.optimizers))
 
     def _keep_pipelined(self, arguments: Sequence[Any]) -> None:
         """Select the trace variant of the batch; if there is none, change the layout on all ranks."""
         error: Exception | None = None
-        world = self._setting.world
+        world = self.setting.world
         # All ranks of a replica run the same Python on the same batch; other replicas have other batches.
         has_replicas = world.mesh.size("data") > 1
         try:
@@ -181,7 +173,7 @@ class LayoutChooser(StepPolicy):
                 raise
             error = raised
         if has_replicas:
-            runner, was_split = self._run.staged_runner, not self._is_unsplit
+            runner, was_split = self.run.staged_runner, not self._is_unsplit
             assert runner is not None
             with world.as_launcher():
                 fails, self._is_unsplit = world.any_of(error is not None, "training_step" in runner.unsplit_step_names)
@@ -199,26 +191,26 @@ class LayoutChooser(StepPolicy):
 
     def _rebalance(self, arguments: Sequence[Any]) -> None:
         """Partition the module anew, at the cuts that measured steps have chosen on all ranks."""
-        with self._setting.world.as_launcher():
-            self._setting.world.rendezvous("a change of the layout")
-            self._owner.setting = apply_pending_cuts(self._setting)
+        with self.setting.world.as_launcher():
+            self.setting.world.rendezvous("a change of the layout")
+            self._owner.setting = apply_pending_cuts(self.setting)
             self._change_layout(arguments, "")
 
     def _choose_trace(self, arguments: Sequence[Any]) -> None:
-        runner = self._run.staged_runner
+        runner = self.run.staged_runner
         assert runner is not None
-        with self._setting.contexts.training_step_hook():
+        with self.setting.contexts.training_step_hook():
             call = self._execution.call("training_step", arguments, Backwards())
             runner.select_next_traces(call, self._gathered_for_new_traces)
 
     @contextlib.contextmanager
     def _gathered_for_new_traces(self, is_recorded: bool) -> Iterator[None]:
         """Gather parameters for a dry run; all ranks join if the batch of any replica is new."""
-        if not (self._run.gathered_shardings and self._setting.world.any_replica(not is_recorded)):
+        if not (self.run.gathered_shardings and self.setting.world.any_replica(not is_recorded)):
             yield
             return
         failure: Exception | None = None
-        with self._run.gathered():  # whose end is collective, also where no trace is found
+        with self.run.gathered():  # whose end is collective, also where no trace is found
             try:
                 yield
             except Exception as error:
@@ -229,9 +221,9 @@ class LayoutChooser(StepPolicy):
     # -- in shards, until the step is complete ------------------------------------------------------------------------
 
     def _try_to_partition(self, arguments: Sequence[Any]) -> None:
-        fallback, world, left = self._run.fallback, self._setting.world, None
+        fallback, world, left = self.run.fallback, self.setting.world, None
         assert fallback is not None
-        if (runner := self._run.plain_runner) is not None and runner.stores_rows_of_samples:
+        if (runner := self.run.plain_runner) is not None and runner.stores_rows_of_samples:
             left = StepError(
                 "training_step leaves tensors on its module that may have a row for each sample", entry="rows-on-module"
             )
@@ -239,21 +231,19 @@ class LayoutChooser(StepPolicy):
         reason = world.first_reason(left) or world.first_reason(self._why_not_partitionable(arguments))
         if not reason:
             self._change_layout(arguments, "")
-        elif self._num_tries == 1 or self._setting.options.strict_layout:
+        elif self._num_tries == 1 or self.setting.options.strict_layout:
             fallback.announce(reason=reason)
 
     def _why_not_partitionable(self, arguments: Sequence[Any]) -> Exception | None:
         """Return why the step cannot be recorded and partitioned as it is now; discards the recording."""
-        setting, metrics = self._setting, self._run.metrics
-        module, world = setting.module, setting.world
+        setting, metrics = self.setting, self.run.metrics
+        world = setting.world
         from lightning_hybrid.pipeline.plain import PlainRunner
-        from lightning_hybrid.strategies.start.runner_factory import make_runner
+        from lightning_hybrid.run.runner import make_runner
 
         assert metrics is not None
         randomness = KeyedRandomness(setting.seed, setting.device)
-        _, runner = make_runner(
-            module, world.mesh, world, setting.options, randomness, metrics, lambda: self._run.parts
-        )
+        _, runner = make_runner(setting, world.mesh, randomness, metrics, lambda: self.run.parts)
         call = self._execution.call("training_step", arguments, Backwards())
         try:
             with setting.contexts.training_step_hook():
@@ -265,22 +255,16 @@ class LayoutChooser(StepPolicy):
         return None
 
     def _change_layout(self, arguments: Sequence[Any], refusal: str) -> None:
-        was_pipelined = self._run.is_pipelined
+        was_pipelined = self.run.is_pipelined
         self.restrict(self._owner.change_layout(arguments, refusal, may_retry=self.may_retry))
-        if not self._run.is_pipelined:
+        if not self.run.is_pipelined:
             self.pipelined_batches = self.pipelined_batches[0], self._batches or None
         elif not was_pipelined:
             self.pipelined_batches = self._batches, None
 
 
 def with_cuts_of_checkpoint(trainer: pl.Trainer, options: Options, layout: ParallelLayout) -> Options:
-    """Return the options of a run, with the cuts that the run which it resumes has chosen.
-
-    Args:
-        trainer: Of the run; its callbacks have what the checkpoint says.
-        options: The arguments of the strategy.
-        layout: The parallel sizes.
-    """
+    """Return the options of a run, with the cuts that the run which it resumes has chosen."""
     if trainer.state.fn != TrainerFn.FITTING or layout.pipeline_parallel_size == 1:
         return options
     num_stages = layout.pipeline_parallel_size * options.stages_per_rank

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute.policies import Recompute
@@ -19,6 +19,7 @@ from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.run.build import build_run
 from lightning_hybrid.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.contexts import StepContexts
 from lightning_hybrid.run.description.monitors import connect_monitors
 from lightning_hybrid.run.description.table import announce_run
@@ -28,7 +29,7 @@ from lightning_hybrid.run.execution.layout import LayoutChooser, with_cuts_of_ch
 from lightning_hybrid.run.execution.steps import StepExecution, StepPolicy
 from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.run.optimization import connect_optimizers
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.logs.reduction import drop_logger_calls, silence_sync_dist_advice
@@ -154,7 +155,7 @@ class RunLifecycle:
         """Let the optimizers of the Trainer step the local shards; ``built_with`` as `connect_optimizers` of a run."""
         optimizers: list[Optimizer] = self.setting.trainer.optimizers
         # Some make states when they are built: of full parameters.
-        states = [optimizer.state_dict() for optimizer in optimizers] if self._is_sharded else []
+        states = [optimizer.state_dict() for optimizer in optimizers] if self.run.is_sharded else []
         made_states = any(state.get("state") for state in states)
         for optimizer in optimizers if made_states else ():
             optimizer.state.clear()
@@ -165,11 +166,6 @@ class RunLifecycle:
         for technique in self.run.techniques:
             technique.connect(self.run, self.optimization)
         self._announce()
-
-    @property
-    def _is_sharded(self) -> bool:
-        """Whether ranks hold shards of parameters, or only some of them."""
-        return bool(self.run.parts) or self.run.is_pipelined
 
     def move_optimizers(self) -> None:
         """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""
@@ -302,20 +298,8 @@ class RunLifecycle:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward, and compare the gradients of the first step; return the loss, of shape ``()``."""
-
-        def then() -> None:
-            self.first_step.after_backward(is_complete=self.execution.is_syncing)
-
-        return self.execution.backward(loss, optimizer, *args, then=then, **kwargs)
-
     def checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Check that an optimizer steps as in one process; return its closure, which checks gradients too.
-
-        Raises:
-            StepError: It is not.
-        """
+        """Check that an optimizer steps as in one process; return its closure, which checks gradients too."""
         connected = self.optimization.connected
         return closure if connected is None else connected.check(optimizer, closure)
 

@@ -18,8 +18,7 @@ from lightning_hybrid.errors import RankOutOfMemory
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff
 from lightning_hybrid.pipeline.stages.training import ActionRecorder, Backwards, StepUndone
-from lightning_hybrid.run.build import RunOwner
-from lightning_hybrid.run.run import Optimization, Run
+from lightning_hybrid.run.build import OwnedByRun, RunOwner
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.soft_failures import only_informs
@@ -72,6 +71,9 @@ class StepPolicy:
     def recovers(self, attempt: Attempt, error: Exception) -> bool:
         """Change what must change, so that a step whose attempt has been undone can run again; False if this cannot."""
         return False
+
+    def after_backward(self, *, is_complete: bool) -> None:
+        """Called after a backward that Lightning calls, whose gradients are averaged if they are complete."""
 
     def after_batch(self, output: Any) -> None:
         """Called after a training step with its output, as Lightning gets it."""
@@ -149,10 +151,10 @@ class TrainingBackwards(Backwards):
         if (steps := execution.optimization.in_backward) is not None:
             steps.begin_backward(is_last=is_last)
             if not active.reduces_gradients and is_last and run.plain_runner is not None and execution.is_syncing:
-                reducers[None].arm()  # otherwise averaged after the step
+                reducers.arm(None)  # otherwise averaged after the step
         active.before_backward(stage, is_last)
-        if not active.reduces_gradients and is_last and execution.is_syncing and stage in reducers:
-            reducers[stage].arm()
+        if not active.reduces_gradients and is_last and execution.is_syncing:
+            reducers.arm(stage)
 
     def after(self, stage: int, is_last: bool) -> None:
         """Free what the backward of a stage has gathered."""
@@ -160,12 +162,11 @@ class TrainingBackwards(Backwards):
 
     def reduce(self, stage: int) -> None:
         """Wait for the averages of the gradients of a stage."""
-        reducers = self._execution.optimization.reducers
-        if self._execution.is_syncing and stage in reducers:
-            reducers[stage].finish()
+        if self._execution.is_syncing:
+            self._execution.optimization.reducers.finish(stage)
 
 
-class StepExecution:
+class StepExecution(OwnedByRun):
     """Runs the user's steps: by the runner where there is one, unchanged where there is none.
 
     Attributes:
@@ -177,7 +178,7 @@ class StepExecution:
     """
 
     def __init__(self, owner: RunOwner, evaluated: Iterator[int]) -> None:
-        self._owner = owner
+        super().__init__(owner)
         self.policies: tuple[StepPolicy, ...] = ()
         self.recorder = ActionRecorder(owner.setting.device)
         self.activations = FirstActivations(owner.setting)
@@ -187,21 +188,6 @@ class StepExecution:
         self._evaluated = evaluated
         self._finish_logs: Callable[[], Callable[[], None]] | None = None
         self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are both compiled
-
-    @property
-    def run(self) -> Run:
-        """The present run."""
-        return self._owner.run
-
-    @property
-    def optimization(self) -> Optimization:
-        """Its reducers and optimizers."""
-        return self._owner.optimization
-
-    @property
-    def setting(self) -> Setting:
-        """Its setting."""
-        return self._owner.setting
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -286,9 +272,8 @@ class StepExecution:
         if not run.active.reduces_gradients:
             start = self.recorder.mark()
             if optimization.in_backward is None or run.plain_runner is None:
-                optimization.reducers[None].reduce()
-            else:
-                optimization.reducers[None].finish()
+                optimization.reducers.arm(None)
+            optimization.reducers.finish(None)
             if run.plain_runner is not None and run.mesh.size("data") > 1:  # schedules have their own reductions
                 self.recorder.add(Action(Kind.REDUCE, 0), start)
         run.active.complete_gradients()
@@ -386,15 +371,14 @@ class StepExecution:
             finish()()
         if skipped and self.is_syncing and setting.trainer.accumulate_grad_batches > 1:
             # Gradients of earlier batches, which no backward averages now.
-            self.optimization.reducers[None].reduce()
+            self.optimization.reducers.arm(None)
+            self.optimization.reducers.finish(None)
         return output
 
     # -- the backward that Lightning calls ----------------------------------------------------------------------------
 
-    def backward(
-        self, loss: Tensor, optimizer: Optimizer | None, *args: Any, then: Callable[[], None], **kwargs: Any
-    ) -> Tensor:
-        """Run Lightning's backward of a scalar loss, average gradients before hooks see them, as DDP, call ``then``."""
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Lightning's backward of a scalar loss, and average gradients before hooks see them, as DDP."""
         module, plugin, guards = self.setting.module, self.setting.precision, self.run.guards
         is_plain = self.run.runner is None or self.setting.is_manual
         if is_plain:
@@ -412,7 +396,8 @@ class StepExecution:
             self._after_plain_backward()
         if (connected := self.optimization.connected) is not None:
             connected.begin_averaging()
-        then()
+        for policy in self.policies:
+            policy.after_backward(is_complete=self.is_syncing)
         return plugin.post_backward(loss, module)
 
     def _before_plain_backward(self) -> None:
@@ -421,7 +406,7 @@ class StepExecution:
             if (steps := self.optimization.in_backward) is not None:
                 steps.allow(True)
                 steps.begin_backward(is_last=True)
-            for reducer in self.optimization.reducers.values():
+            for reducer in self.optimization.reducers.every:
                 reducer.arm()
 
     def _after_plain_backward(self) -> None:
@@ -431,7 +416,7 @@ class StepExecution:
         run = self.run
         self._are_averages = self.is_syncing
         if (run.runner is None or self.setting.is_manual) and self.is_syncing:
-            for reducer in self.optimization.reducers.values():
+            for reducer in self.optimization.reducers.every:
                 reducer.finish()
             if run.mesh.size("data") > 1:
                 self.recorder.add_since_last(Action(Kind.REDUCE, 0))
@@ -454,7 +439,7 @@ class StepExecution:
         self._until_backward.close()
         self._finish_logs = None
         drop_logger_calls(self.setting.module)
-        for reducer in self.optimization.reducers.values():
+        for reducer in self.optimization.reducers.every:
             reducer.abandon()
 
     def explain(self, error: BaseException) -> None:

@@ -16,11 +16,7 @@ _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener of ph
 
 @contextlib.contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Context of a phase; on the first rank its name is printed after 3, 6, 12, ... seconds, and its time at the end.
-
-    Args:
-        what: What is done, such as "recording training_step".
-    """
+    """Context of a phase; the first rank prints its name after 3, 6, 12, ... seconds, and its time at the end."""
     if (listener := _listener.get()) is not None:
         listener(what)
         yield

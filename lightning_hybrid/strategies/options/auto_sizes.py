@@ -34,9 +34,6 @@ def needs_plan(strategy: Any) -> bool:
 
     They are where parameters, gradients and Adam's states take more than half of the device's memory. Where
     ``configure_model`` makes layers, the first rank counts them on a copy.
-
-    Args:
-        strategy: Whose options may be planned, in a process of a run.
     """
     module = strategy.lightning_module
     trainer = None if module is None else module._trainer
@@ -52,12 +49,7 @@ def needs_plan(strategy: Any) -> bool:
 
 
 def replicas_fit(strategy: Any, module: Any) -> bool:
-    """Tell whether a replica's parameters, gradients and states leave room for activations.
-
-    Args:
-        strategy: Of the run.
-        module: With all of its parameters, whose storage is not read.
-    """
+    """Tell whether a replica's parameters, gradients and states leave room for activations."""
     number_format = number_format_of(str(strategy.precision_plugin.precision))
     held = number_format.parameter + number_format.compute_copy
     frozen, nbytes = set(frozen_names(module)), 0.0
@@ -89,9 +81,6 @@ def plan_options(strategy: Any) -> dict[str, Any] | Exception:
     """Return the options that "auto" sizes stand for, on the first rank; an error is for `agreed_plan` to raise.
 
     Where no plan is requested and no layout fits, the run goes on with a warning: predictions are some percent off.
-
-    Args:
-        strategy: With sizes that are "auto", of a run.
     """
     # It derives a strategy from that of the user, and is above this folder.
     planning = importlib.import_module(f"{_PACKAGE}.planning.auto")
@@ -108,10 +97,6 @@ def plan_options(strategy: Any) -> dict[str, Any] | Exception:
 
 def agreed_plan(planned: dict[str, Any] | Exception, rank: int) -> dict[str, Any]:
     """Return the first rank's plan on all ranks, over the store by which they met.
-
-    Args:
-        planned: Of the first rank.
-        rank: This one.
 
     Raises:
         Exception: That of the first rank's planning, on all ranks.

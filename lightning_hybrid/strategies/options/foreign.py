@@ -145,9 +145,7 @@ else:
 def refuse_foreign(keywords: Mapping[str, Any], own: Collection[str]) -> None:
     """Refuse keywords that are no options of the strategy.
 
-    Args:
-        keywords: By name.
-        own: Names of options.
+    ``own`` are the names of options.
 
     Raises:
         TypeError: One is unknown; it names the nearest options.

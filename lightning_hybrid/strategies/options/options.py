@@ -102,8 +102,7 @@ class Options:
     def changed(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options, by the names of the strategy's arguments, that the user has set, or that were planned.
 
-        Args:
-            defaults: By name, in the order to return them. An option that is set to its default is as if left out.
+        They are in the order of ``defaults``. An option that is set to its default is as if left out.
         """
         values = {**{field.name: getattr(self, field.name) for field in fields(self)}, **self.sizes}
         defaults = {name: _UNPLANNED[name] if name in self.unset else value for name, value in defaults.items()}

@@ -23,9 +23,6 @@ def check_callbacks(trainer: Any, mesh: Mesh, *, is_recorded: bool) -> None:
     """Refuse callbacks that cannot agree over ranks, before anything has changed.
 
     ``is_recorded`` means that steps run from a recording, which names the parameters of each layer.
-
-    Raises:
-        ValueError: There is such a callback.
     """
     layout = mesh.layout
     world_size, num_stages = layout.world_size, layout.pipeline_parallel_size

@@ -12,11 +12,7 @@ _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_s
 
 
 def uncompiled(module: Any) -> dict[str, Any] | None:
-    """Give a module its own steps back; return the options with which the user compiled it, None if it is not compiled.
-
-    Args:
-        module: A LightningModule, or None.
-    """
+    """Give a module its own steps back; return the options with which the user compiled it; None if it is not."""
     compiled = getattr(module, "_compiler_ctx", None)
     if compiled is None:
         return None

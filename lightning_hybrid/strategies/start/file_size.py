@@ -22,11 +22,7 @@ _SHARE = 0.2  # of the host's memory
 def warn_of_large_single_file(trainer: Any, module: nn.Module, optimizers: Sequence[Optimizer], **sizes: bool) -> None:
     """Warn if a checkpoint of full parameters and states exceeds a fifth of the host's memory; on the first rank.
 
-    Args:
-        trainer: Its ModelCheckpoint callbacks save single files.
-        module: Of which each rank holds a shard.
-        optimizers: Of the trainer.
-        sizes: Arguments of `StateSizes`.
+    ``sizes`` are arguments of `StateSizes`.
     """
     saving = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     if not saving:

@@ -28,11 +28,8 @@ def full_states(
 ) -> list[dict[str, Any]]:
     """Return the full state dict of each optimizer on every rank, in host memory; collective over the world.
 
-    Args:
-        optimizers: Of the Trainer.
-        gather: Returns the full state dict of one on the first rank of each copy of the model.
-        copies: Ranks of each copy of the model whose states are its own, the first one first; all together in one where
-            copies have equal states.
+    ``gather`` returns that of one on the first rank of each copy of the model. ``copies`` are the ranks of each copy
+    whose states are its own, the first one first; all together in one where copies have equal states.
     """
     states = [map_leaves(on_host, gather(optimizer)) for optimizer in optimizers]
     rank = dist.get_rank()

@@ -25,11 +25,7 @@ def refuse_partial_state(module: nn.Module, *_: Any) -> None:
 
 
 def check_is_full(module: nn.Module, *_: Any) -> None:
-    """Check that no run that failed has left this module sharded; also a state dict hook.
-
-    Raises:
-        RuntimeError: One has.
-    """
+    """Check that no run that failed has left this module sharded; also a state dict hook."""
     if elsewhere := missing_parameters(module):
         raise RuntimeError(
             f"a run that failed, was stopped or ended without room has left this {type(module).__name__} sharded:"

@@ -13,17 +13,18 @@ import functools
 import io
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.local import OwnedShards
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.params.reads.hooks import SAVING, HookReads
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.strategies.user_code.hooks import is_of_user
+from lightning_hybrid.strategies.user_code.watched import HookWatch
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, OwnedShards)
@@ -34,41 +35,32 @@ _ADVICE = (
     " and the same on every rank"
 )
 
-Watched = Callable[[Any, str, Callable[..., Any]], Callable[..., Any]]
-
 
 class CheckpointHooks:
-    """Runs the hooks of one trainer that add to its checkpoints, and replaces what they added by full tensors.
+    """Runs the hooks of one trainer that add to its checkpoints, and replaces what they added by full tensors."""
 
-    ``watched`` wraps a hook, by its name, in reads; ``copies`` are averages of the module that callbacks keep.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        reads: HookReads,
-        is_sharded: Callable[[], bool],
-        watched: Watched,
-        copies: Callable[[], Sequence[nn.Module]],
-    ) -> None:
-        self._copies = copies
-        self._trainer, self._reads, self._is_sharded, self._watched = trainer, reads, is_sharded, watched
+    def __init__(self, watch: HookWatch, reads: HookReads) -> None:
+        self._watch, self._reads = watch, reads
+        self._trainer: Any = watch.trainer
         self._added: dict[int, tuple[Any, str]] | None = None  # by id: it, and the hook; None while nothing is saved
 
-    def members(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Yield the objects and methods to replace, and the replacements."""
-        trainer: Any = self._trainer
+    def wrap(self) -> Callable[[], None]:
+        """Wrap the hooks that the user wrote, and what puts a checkpoint together; return the undo."""
+        trainer, undo = self._trainer, contextlib.ExitStack()
         owners = [(trainer.lightning_module, "on_save_checkpoint")]
         owners += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
         if trainer.datamodule is not None:
             owners.append((trainer.datamodule, "state_dict"))
-        hooks = [(user, name, getattr(user, name)) for user, name in owners]
-        hooks = [one for one in hooks if is_of_user(one[2])]
-        for user, name, original in hooks:
-            watched = self._watched(user, name, original)
-            yield user, name, self._wrap_hook(f"{type(user).__name__}.{name}", original, watched)
+        why = "hooks save full values"
+        for user, name in owners:
+            if is_of_user(original := getattr(user, name)):
+                watched = self._watch.watched(user, name, original)
+                hook = self._wrap_hook(f"{type(user).__name__}.{name}", original, watched)
+                undo.enter_context(replaced(user, name, hook, reason=why))
         connector = trainer._checkpoint_connector
-        yield connector, "dump_checkpoint", self._wrap_dump(connector.dump_checkpoint)
+        dump = self._wrap_dump(connector.dump_checkpoint)
+        undo.enter_context(replaced(connector, "dump_checkpoint", dump, reason=why))
+        return undo.close
 
     def _wrap_hook(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a hook to record the leaves that it adds."""
@@ -96,13 +88,13 @@ class CheckpointHooks:
 
         @functools.wraps(original)
         def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            if not self._is_sharded() or self._added is not None:
+            if not self._watch.is_sharded() or self._added is not None:
                 return original(*args, **kwargs)
             self._added = {}
             strategy: Any = self._trainer.strategy
             states = [optimizer.state for optimizer in strategy.optimizers]
             try:
-                with self._reads.tracking(states, self._copies()):
+                with self._reads.tracking(states, self._watch.copies()):
                     checkpoint = original(*args, **kwargs)
                     if self._is_disconnected:
                         return checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -100,17 +100,21 @@ def why_no_stages(module: pl.LightningModule) -> str:
 
 
 def check_scripted(module: pl.LightningModule) -> None:
-    """Refuse to recompute modules of ``torch.jit``, whose calls and layers cannot be traced.
-
-    Raises:
-        ValueError: The module contains one with parameters.
-    """
+    """Refuse to recompute modules of ``torch.jit``, whose calls and layers cannot be traced."""
     if scripted := scripted_modules(module):
         raise ValueError(
             f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose layers are not visible, so that it"
             " cannot be recomputed; use the module that it was made from (with compile='units' for speed), or leave"
             " recompute out"
         )
+
+
+def closures_wrapped(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Callable[..., Any]], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step, with each function among them wrapped."""
+    wrapped = [wrap(each) if callable(each) else each for each in (*args, *kwargs.values())]
+    return tuple(wrapped[: len(args)]), dict(zip(kwargs, wrapped[len(args) :], strict=True))
 
 
 def step_hooks(optimizers: Iterable[Optimizer]) -> frozenset[int]:
@@ -123,7 +127,7 @@ def without_later_hooks(optimizers: Iterable[Optimizer], built_with: Collection[
     """Hide all hooks on steps inside, except the ones that optimizers were ``built_with``."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(_hidden(optimizer, lambda key, _: key not in built_with))
+            stack.enter_context(hidden_hooks(optimizer, lambda key, _: key not in built_with))
         yield
 
 
@@ -139,7 +143,7 @@ def read_in_later_hooks(
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not is_sharded():
             return original(*args, **kwargs)
-        with _hidden(self, is_later) as (before, after):
+        with hidden_hooks(self, is_later) as (before, after):
             args = (self, *args)
             if before:
                 with reads.hook(where, is_on_all_ranks=False):
@@ -157,11 +161,13 @@ def read_in_later_hooks(
 
 
 @contextlib.contextmanager
-def _hidden(optimizer: Optimizer, is_hidden: Callable[[int, Any], bool]) -> Iterator[list[list[Any]]]:
+def hidden_hooks(
+    optimizer: Optimizer, is_hidden: Callable[[int, Any], bool], names: Sequence[str] = STEP_HOOKS
+) -> Iterator[list[list[Any]]]:
     """Take hooks off an optimizer inside; yields those before the step, and those after it."""
     found: list[list[Any]] = []
     with contextlib.ExitStack() as stack:
-        for name in STEP_HOOKS:
+        for name in names:
             hooks = optimizer.__dict__.get(name) or {}
             found.append([hook for key, hook in hooks.items() if is_hidden(key, hook)])
             if found[-1]:

@@ -159,14 +159,8 @@ def wrap_loaders(
 ) -> Callable[[], None]:
     """Let loaders of this trainer read full parameters, and refuse batches with absent tensors; return the undo.
 
-    Args:
-        trainer: The owner of the loaders.
-        module: The user's.
-        unpartitioned: Gathers parameters of other stages.
-        is_sharded: Whether the module is sharded now.
-        active: Returns what gathers shards over replicas.
-        synchronizes: Whether fetches of a loader wait for other replicas, from whether it refers to the module here;
-            collective over the world.
+    ``active`` returns what gathers shards over replicas. ``synchronizes`` returns whether fetches of a loader wait for
+    other replicas, from whether it refers to the module here; collective over the world.
     """
     undo = contextlib.ExitStack()
     reads = LoaderReads(module, unpartitioned, active)

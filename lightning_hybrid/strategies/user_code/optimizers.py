@@ -8,7 +8,6 @@ hooks of the user do: what it reads of other ranks is gathered, and what it does
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,12 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
-from lightning_hybrid.optimizers.replacement import Place, replace_step
+from lightning_hybrid.optimizers.replacement import STEP_HOOKS, Place, replace_step
 from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.params.reads.hooks import HookReads
-from lightning_hybrid.patching import replace, replaced
+from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.tensors import full_shape
+from lightning_hybrid.strategies.user_code.hooks import closures_wrapped, hidden_hooks
 
 
 def reads_of_optimizers(optimizers: Iterable[Optimizer], reads: HookReads) -> dict[Optimizer, HookReads]:
@@ -52,10 +52,7 @@ def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], 
             return original(*args, **kwargs)
         with _later_hooks_outside(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
 
-            def unwatched(closure: Any) -> Any:
-                if not callable(closure):
-                    return closure
-
+            def unwatched(closure: Callable[..., Any]) -> Callable[..., Any]:
                 def run() -> Any:
                     watching.close()
                     result = closure()
@@ -64,8 +61,7 @@ def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], 
 
                 return run
 
-            args = tuple(unwatched(arg) for arg in args)
-            kwargs = {name: unwatched(arg) for name, arg in kwargs.items()}
+            args, kwargs = closures_wrapped(args, kwargs, unwatched)
             watching.enter_context(reads.hook(where))
             return original(*args, **kwargs)
 
@@ -95,8 +91,7 @@ def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], 
     original, zero_grad = optimizer.step, optimizer.zero_grad
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(guards.as_user_code(arg) if callable(arg) else arg for arg in args)
-        kwargs = {name: guards.as_user_code(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+        args, kwargs = closures_wrapped(args, kwargs, guards.as_user_code)
         with guards.off():
             return original(*args, **kwargs)
 
@@ -105,14 +100,10 @@ def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], 
             zero_grad(*args, **kwargs)
 
     why = "works on shards"
-    undo = replace_step(optimizer, step, Place.GUARDS, reason=why)
-    undo_clear = replace(optimizer, "zero_grad", clear, reason=why)
-
-    def undo_both() -> None:
-        undo()
-        undo_clear()
-
-    return undo_both
+    undo = contextlib.ExitStack()
+    undo.callback(replace(optimizer, "zero_grad", clear, reason=why))
+    undo.callback(replace_step(optimizer, step, Place.GUARDS, reason=why))
+    return undo.close
 
 
 def keeps_lists_per_parameter(optimizer: Optimizer) -> bool:
@@ -169,13 +160,7 @@ def _later_hooks_outside(
     optimizer: Optimizer, known: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
     """Run post hooks added after the optimizer was built (by callbacks) outside of the reads."""
-    hooks = optimizer.__dict__.get("_optimizer_step_post_hooks")
-    if not hooks or known.issuperset(hooks):
-        yield
-        return
-    later = [hook for key, hook in hooks.items() if key not in known]
-    first = OrderedDict((key, hook) for key, hook in hooks.items() if key in known)
-    with replaced(optimizer, "_optimizer_step_post_hooks", first, reason="later hooks run after the step"):
+    with hidden_hooks(optimizer, lambda key, _: key not in known, STEP_HOOKS[1:]) as [later]:
         yield
     for hook in later:
         hook(optimizer, args, kwargs)

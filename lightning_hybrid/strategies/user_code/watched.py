@@ -16,8 +16,7 @@ from torch import nn
 
 from lightning_hybrid.params.reads.hooks import HookReads
 from lightning_hybrid.patching import replace, replaced, wraps
-from lightning_hybrid.strategies.user_code.checkpoint_hooks import CheckpointHooks
-from lightning_hybrid.strategies.user_code.hooks import is_of_user
+from lightning_hybrid.strategies.user_code.hooks import closures_wrapped, is_of_user
 
 _AROUND_STEP = "optimizer_step"
 _INSIDE_HOOK = "Lightning's own code, called by a hook"
@@ -43,52 +42,37 @@ _HOOKS = (
 )
 
 
-def wrap_user_hooks(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    reads: HookReads,
-    *,
-    latest: Callable[[], HookReads],
-    is_sharded: Callable[[], bool],
-    complete: Callable[[], bool],
-    passes: Callable[[], None],
-    copies: Callable[[], Sequence[nn.Module]],
-) -> Callable[[], None]:
-    """Wrap every hook that the user wrote, on these instances alone, in reads of full parameters; return the undo.
+@dataclasses.dataclass(frozen=True)
+class HookWatch:
+    """Wraps hooks of the user in reads of full parameters.
 
-    Args:
+    Attributes:
         trainer: Its callbacks are wrapped too.
-        module: The user's.
-        reads: Of this run.
-        latest: Returns those of the present layout, which a hook may change by the step that it runs.
+        latest: Returns the reads of the present layout, which a hook may change by the step that it runs.
         is_sharded: Whether the module is sharded now.
         complete: Whether gradients of shared parameters are summed over their ranks now.
         passes: Called when this rank has done with a hook, before it waits for the others.
         copies: Averages of the module that callbacks keep.
     """
-    undo = contextlib.ExitStack()
-    watch = _HookWatch(trainer, latest, is_sharded, complete, passes)
-    for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        for name in _HOOKS:
-            original = getattr(user, name, None)
-            calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
-            if original is None or not (is_of_user(original) or calls_user):
-                continue
-            undo.enter_context(replaced(user, name, watch.watched(user, name, original), reason="hooks read in full"))
-    for owner, name, function in CheckpointHooks(trainer, reads, is_sharded, watch.watched, copies).members():
-        undo.enter_context(replaced(owner, name, function, reason="hooks save full values"))
-    return undo.close
-
-
-@dataclasses.dataclass(frozen=True)
-class _HookWatch:
-    """Wraps hooks of the user in reads; the attributes are arguments of ``wrap_user_hooks``."""
 
     trainer: pl.Trainer
     latest: Callable[[], HookReads]
     is_sharded: Callable[[], bool]
     complete: Callable[[], bool]
     passes: Callable[[], None]
+    copies: Callable[[], Sequence[nn.Module]]
+
+    def wrap(self) -> Callable[[], None]:
+        """Wrap every hook that the user wrote, on these instances alone; return the undo."""
+        undo, trainer = contextlib.ExitStack(), self.trainer
+        for user in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
+            for name in _HOOKS:
+                original = getattr(user, name, None)
+                calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
+                if original is not None and (is_of_user(original) or calls_user):
+                    hook = self.watched(user, name, original)
+                    undo.enter_context(replaced(user, name, hook, reason="hooks read in full"))
+        return undo.close
 
     def watched(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a hook in reads around its own lines, but not around the optimizer steps that it runs."""
@@ -133,8 +117,7 @@ class _HookWatch:
                 for owner, step in owners:
                     around.enter_context(replaced(owner, step, unwatched(getattr(owner, step)), reason=_INSIDE_HOOK))
                 if name == _AROUND_STEP:  # its closure, in which the training step runs, may be called by hand
-                    args = tuple(_like(arg, unwatched(arg)) if callable(arg) else arg for arg in args)
-                    kwargs = {k: _like(arg, unwatched(arg)) if callable(arg) else arg for k, arg in kwargs.items()}
+                    args, kwargs = closures_wrapped(args, kwargs, lambda each: _like(each, unwatched(each)))
                 watch(before)
                 result = original(*args, **kwargs)
                 self.passes()

@@ -19,9 +19,10 @@ class RunCallback(pl.Callback):
         del protocol
         return pl.Callback, ()
 
-    def enter(self, trainer: Any) -> Callable[[], None]:
-        """Put this callback before the user's callbacks; return a function that removes it."""
-        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if type(other) is not type(self))]
+    def enter(self, trainer: Any, *, is_last: bool = False) -> Callable[[], None]:
+        """Put this callback before the user's callbacks, or behind them; return a function that removes it."""
+        others = [other for other in trainer.callbacks if type(other) is not type(self)]
+        trainer.callbacks[:] = [*others, self] if is_last else [self, *others]
 
         def leave() -> None:
             trainer.callbacks[:] = [callback for callback in trainer.callbacks if callback is not self]

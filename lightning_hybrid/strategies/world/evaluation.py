@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_hybrid.collectives.arrivals import wait_until
+from lightning_hybrid.collectives.arrivals import store_of_run, wait_until
 from lightning_hybrid.collectives.forbidden import collectives_forbidden
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
@@ -233,9 +233,7 @@ class _LoaderProgress:
 
     def __init__(self, mesh: Mesh, is_over: Callable[[], bool]) -> None:
         self._mesh, self._is_over = mesh, is_over
-        store = dist.distributed_c10d._get_default_store()
-        run = store.add(f"hybrid3d/evaluated-by-rank-{mesh.rank}", 1)
-        self._store = dist.PrefixStore(f"hybrid3d/evaluated-{run}", store)
+        self._store = store_of_run("evaluated", mesh.rank)
         self._evaluation = 0
 
     def begin(self) -> None:

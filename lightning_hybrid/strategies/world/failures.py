@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.collectives.arrivals import wait_until
+from lightning_hybrid.collectives.arrivals import store_of_run, wait_until
 from lightning_hybrid.errors import NotOnAllRanks, add_error_note, error_notes_of
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.shared_memory.sockets import close_peer_sockets
@@ -40,7 +40,7 @@ _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_s
 
 
 class RankFailures(RunCallback):
-    """Runs before the user's callbacks, which may wait for ranks that this one wakes or synchronizes first.
+    """Failures of several ranks; runs before the user's callbacks, which may wait for ranks that this one wakes.
 
     Attributes:
         is_disconnected: Whether this rank has closed its connections, so that no collective can succeed any more.
@@ -51,14 +51,11 @@ class RankFailures(RunCallback):
         self.is_disconnected = False
         self._trainer = trainer
         self._mesh = mesh
-        store = dist.distributed_c10d._get_default_store()
-        # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
-        run = store.add(f"hybrid3d/runs-of-rank-{mesh.rank}", 1)
-        self._store = dist.PrefixStore(f"hybrid3d/run-{run}", store)
+        self._store = store_of_run("run", mesh.rank)
         self._reported = False
         self._leave = self.enter(trainer)
-        self._requeue = SlurmRequeue(trainer, mesh, self._store)
-        self.rendezvous = Rendezvous(trainer, mesh, self._store)
+        self._requeue = SlurmRequeue(trainer, self._store)
+        self.rendezvous = Rendezvous(trainer, mesh, self._store, timeout, self.any_reported)
         self._stopping = GracefulStop(trainer, mesh, self._store, timeout, self.any_reported)
 
     def stop_watching(self) -> None:
@@ -73,7 +70,7 @@ class RankFailures(RunCallback):
 
     def report(self, error: BaseException) -> None:
         """Report the error that ends the run here, so that no rank waits for this one; note which rank failed first."""
-        if self._reported or self._mesh.layout.world_size == 1:
+        if self._reported:
             return
         self._reported = True
         here = self._where(error)
@@ -130,8 +127,7 @@ class RankFailures(RunCallback):
 
     def _on_batch_start(self, *_: Any, **__: Any) -> None:
         self._stopping.on_batch_start()
-        if self._mesh.layout.world_size > 1:
-            self.rendezvous.passes()
+        self.rendezvous.passes()
 
     on_train_batch_start: Callable[..., None] = _on_batch_start
     on_validation_batch_start: Callable[..., None] = _on_batch_start
@@ -140,11 +136,7 @@ class RankFailures(RunCallback):
 
 
 def check_connections() -> None:
-    """Check that no run that failed has closed the connections of this process.
-
-    Raises:
-        RuntimeError: One has.
-    """
+    """Check that no run that failed has closed the connections of this process."""
     reason = _closed.get(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
     if reason is not None:
         raise RuntimeError(
@@ -205,10 +197,15 @@ _SECONDS_UNTIL_TOLD = 10.0
 
 
 class Rendezvous:
-    """Progress of this rank in a run, and of the others."""
+    """Progress of this rank in a run, and of the others.
 
-    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
-        self._trainer, self._mesh, self._store = trainer, mesh, store
+    ``timeout`` is for ranks that do not come; ``is_over`` returns whether a rank has failed: then none is waited for.
+    """
+
+    def __init__(
+        self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, is_over: Callable[[], bool]
+    ) -> None:
+        self._trainer, self._mesh, self._store, self._timeout, self._is_over = trainer, mesh, store, timeout, is_over
         self._passed = self._trained = self._recorded = 0
         self._met, self._checksums = Counter[str](), Counter[str]()  # calls so far, by their ranks
 
@@ -223,15 +220,10 @@ class Rendezvous:
         """Record that this rank could record a step; a message that no rank waits for."""
         self._set_recorded(is_done=True)
 
-    def fails_alone(self, timeout: timedelta, is_over: Callable[[], bool]) -> bool:
+    def fails_alone(self) -> bool:
         """Wait until all ranks of this replica have tried to record a step, which has failed on this one.
 
-        Args:
-            timeout: For ranks that do not try.
-            is_over: Returns whether a rank has failed; then no rank is waited for.
-
-        Returns:
-            Whether it has not failed on all of them, so that this rank cannot go on with the others.
+        Returns whether it has not failed on all of them, so that this rank cannot go on with the others.
         """
         self._set_recorded(is_done=False)
         layout, here = self._mesh.layout, self._mesh.rank
@@ -241,10 +233,10 @@ class Rendezvous:
             return all(self._outcome(rank) == (self._recorded, 0) for rank in replica)
 
         def has_one_recorded() -> bool:
-            return is_over() or any(self._outcome(rank) >= (self._recorded, 1) for rank in replica)
+            return self._is_over() or any(self._outcome(rank) >= (self._recorded, 1) for rank in replica)
 
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-            return not wait_until(have_all_failed, timeout.total_seconds(), has_one_recorded)
+            return not wait_until(have_all_failed, self._timeout.total_seconds(), has_one_recorded)
         return True
 
     def _set_recorded(self, *, is_done: bool) -> None:
@@ -261,25 +253,11 @@ class Rendezvous:
         """Record the same progress on all ranks: some were stopped earlier than others; ``largest`` is over ranks."""
         self._passed, self._trained = int(largest(self._passed)), int(largest(self._trained))
 
-    def meet(
-        self,
-        what: str,
-        timeout: timedelta,
-        is_over: Callable[[], bool],
-        ranks: Sequence[int] | None = None,
-        *,
-        compares: bool = True,
-        asks: bool = True,
-    ) -> None:
-        """Wait until ranks are here, to make the call ``what``, or one has failed (``is_over``).
+    def meet(self, what: str, ranks: Sequence[int] | None = None, *, compares: bool = True, asks: bool = True) -> None:
+        """Wait until ranks (None: all) are here, to make the call ``what``, or one has failed.
 
-        Args:
-            what: The call.
-            timeout: For ranks that do not come.
-            is_over: Returns whether a rank has failed; then no rank is waited for.
-            ranks: Those that make the call; None is all.
-            compares: Whether they make the same call; otherwise they compare their calls afterwards.
-            asks: Whether to ask for the progress of the others; not where one rank may have more hooks than others.
+        Either they make the same call, or they compare their calls afterwards and not here (``compares=False``). Where
+        one rank may have more hooks than others, it must not ask for their progress (``asks=False``).
 
         Raises:
             NotOnAllRanks: Another rank has gone on, makes another call, or has not come within the timeout.
@@ -287,8 +265,6 @@ class Rendezvous:
         ranks = range(self._mesh.layout.world_size) if ranks is None else ranks
         if len(ranks) == 1:
             return
-        if self._trainer.state.status != TrainerStatus.RUNNING:
-            timeout = min(timeout, timedelta(seconds=_SECONDS_OUTSIDE_OF_RUNS))
         key = _key(ranks, compares=compares)
         self._met[key] += 1
         # No rank is more than one call ahead of another, so that two sums of checksums are enough.
@@ -297,7 +273,7 @@ class Rendezvous:
             self._store.set(f"waits-{self._mesh.rank}", f"{key} {self._met[key]} {what}")
             self._store.add(call, checksum)
             self._checksums[call] += checksum
-            absent = self._wait(what, timeout, is_over, ranks, key, asks=asks)
+            absent = self._wait(what, ranks, key, asks=asks)
             if absent is None:
                 return
             if absent:
@@ -317,21 +293,22 @@ class Rendezvous:
                     entry="save-ranks",
                 )
 
-    def _wait(
-        self, what: str, timeout: timedelta, is_over: Callable[[], bool], ranks: Sequence[int], key: str, *, asks: bool
-    ) -> dict[int, str] | None:
+    def _wait(self, what: str, ranks: Sequence[int], key: str, *, asks: bool) -> dict[int, str] | None:
         """Wait until all ranks have arrived; returns the ranks that do not come, with reasons; None after a failure."""
         wanted, start, is_told = self._met[key] * len(ranks), time.monotonic(), False
+        timeout = self._timeout.total_seconds()
+        if self._trainer.state.status != TrainerStatus.RUNNING:
+            timeout = min(timeout, _SECONDS_OUTSIDE_OF_RUNS)
         absent: dict[int, str] = {}
         arrived = self._store.add(f"arrived-{key}", 1)
 
         def is_decided() -> bool:
             nonlocal absent, arrived, is_told
-            if arrived >= wanted or is_over():
+            if arrived >= wanted or self._is_over():
                 return True
             waited = time.monotonic() - start
             missing = self._missing(ranks, key, asks=asks) if waited > _SECONDS_TO_ASK else {}
-            if waited > timeout.total_seconds():
+            if waited > timeout:
                 missing = {rank: why or f"have not come within {waited:.0f} s" for rank, why in missing.items()}
             arrived = self._store.add(f"arrived-{key}", 0)  # after the progress, which is later
             if arrived < wanted:

@@ -161,11 +161,7 @@ class RankedStrategy(ParallelStrategy):
         return isinstance(self._launcher, ForkedRanksLauncher) and self._launcher.has_run and self._world is None
 
     def check_not_forked(self, what: str) -> None:
-        """Check that this is not the process that has forked the ranks of a run, which have ended.
-
-        Raises:
-            RuntimeError: It is, and has nothing of ``what``.
-        """
+        """Check that this is not the process that has forked the ranks of a run, which have ended."""
         if self.forked_ranks_ended:
             raise RuntimeError(
                 f"there is no {what}: the forked processes of start_method='fork' have ended; do this in a callback,"

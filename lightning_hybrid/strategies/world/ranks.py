@@ -155,16 +155,11 @@ class RankWorld:
     def rendezvous(
         self, what: str, group: dist.ProcessGroup | None = None, *, compares: bool = True, asks: bool = True
     ) -> None:
-        """Wait until the ranks of a group (None: all) are about to make the call ``what``; as ``Rendezvous.meet``.
-
-        Raises:
-            NotOnAllRanks: Another rank does not make it.
-        """
+        """Wait until the ranks of a group (None: all) are about to make the call ``what``; as ``Rendezvous.meet``."""
         failures = self._failures
         if failures is not None and not self.is_disconnected:
             ranks = None if group is None else dist.get_process_group_ranks(group)
-            how = {"compares": compares, "asks": asks}
-            failures.rendezvous.meet(what, self.timeout, failures.any_reported, ranks, **how)
+            failures.rendezvous.meet(what, ranks, compares=compares, asks=asks)
 
     def has_recorded(self) -> None:
         """Record that this rank could record a step."""
@@ -173,8 +168,7 @@ class RankWorld:
 
     def fails_alone(self) -> bool:
         """Whether a step that cannot be recorded here can be on another rank of this replica; waits for these."""
-        failures = self._failures
-        return failures is not None and failures.rendezvous.fails_alone(self.timeout, failures.any_reported)
+        return self._failures is not None and self._failures.rendezvous.fails_alone()
 
     # -- collectives of user code -------------------------------------------------------------------------------------
 

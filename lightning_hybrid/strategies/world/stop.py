@@ -50,14 +50,13 @@ class GracefulStop:
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         # It also asks rank 0 before every batch, and so makes all ranks wait for each other.
         self._replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._raise_if_signalled)
-        if mesh.layout.world_size > 1:
-            # The user's hooks may set the flag until these have run; then Lightning reads it.
-            self._extend(trainer.fit_loop, "run", before=self._agree_here)
-            self._extend(trainer.fit_loop, "on_run_start", after=self._agree_here)
-            self._extend(trainer.fit_loop, "on_advance_start", after=self._pass_stop_point)
-            self._extend(trainer.fit_loop.epoch_loop, "on_advance_end", before=self._pass_stop_point)
-            self._extend(trainer.fit_loop.epoch_loop.val_loop, "run", after=self._agree_here)
-            self._extend(trainer.fit_loop, "on_advance_end", after=self._agree_here)
+        # The user's hooks may set the flag until these have run; then Lightning reads it.
+        self._extend(trainer.fit_loop, "run", before=self._agree_here)
+        self._extend(trainer.fit_loop, "on_run_start", after=self._agree_here)
+        self._extend(trainer.fit_loop, "on_advance_start", after=self._pass_stop_point)
+        self._extend(trainer.fit_loop.epoch_loop, "on_advance_end", before=self._pass_stop_point)
+        self._extend(trainer.fit_loop.epoch_loop.val_loop, "run", after=self._agree_here)
+        self._extend(trainer.fit_loop, "on_advance_end", after=self._agree_here)
 
     def stop_listening(self) -> None:
         """Undo what was done to the trainer."""
@@ -92,9 +91,6 @@ class GracefulStop:
         self._is_signalled = True
         if self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signum)
-        if self._mesh.layout.world_size == 1:
-            self._trainer._signal_connector.received_sigterm = True
-            return
         # Others may be one batch further, or, where gradients are accumulated, as many as they share nothing in.
         due = f"{self._batches + 1 + self._trainer.accumulate_grad_batches} {self._mesh.rank}"
         with contextlib.suppress(RuntimeError):
@@ -108,7 +104,7 @@ class GracefulStop:
     def on_batch_start(self) -> None:
         """Count a batch of any kind that begins on this rank."""
         self._batches += 1
-        if self._mesh.layout.world_size > 1 and not self._trainer.training:
+        if not self._trainer.training:
             with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
                 self._check_signal()
 
@@ -221,23 +217,21 @@ _HANDLER = "_slurm_sigusr_handler_fn"
 class SlurmRequeue(RunCallback):
     """Runs after all other callbacks, so that their changes at the end of a batch are saved."""
 
-    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
+    def __init__(self, trainer: Any, store: dist.Store) -> None:
         self._trainer, self._store = trainer, store
         self._round = self._batches = self._signum = 0
-        self._undo: Callable[[], None] = lambda: None
+        self._undo = contextlib.ExitStack()
         environment = trainer._accelerator_connector.cluster_environment
         listens = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        trainer.callbacks[:] = [other for other in trainer.callbacks if not isinstance(other, SlurmRequeue)]
-        if listens and mesh.layout.world_size > 1:
+        if listens:
             self._signum = int(environment.requeue_signal or 0)
-            trainer.callbacks.append(self)
-            connector = trainer._signal_connector
-            self._undo = replace(connector, _HANDLER, self._on_signal, reason="all ranks save after one batch")
+            self._undo.callback(self.enter(trainer, is_last=True))
+            connector, reason = trainer._signal_connector, "all ranks save after one batch"
+            self._undo.callback(replace(connector, _HANDLER, self._on_signal, reason=reason))
 
     def stop_listening(self) -> None:
         """Undo the changes to the trainer."""
-        self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
-        self._undo()
+        self._undo.close()
 
     @property
     def _key(self) -> str:

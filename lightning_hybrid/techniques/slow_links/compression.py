@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,9 +19,7 @@ from lightning_hybrid.techniques.slow_links.states import (
 )
 
 
-def connect_gradient_compression(
-    callback: GradientCompression, run: Any, reducers: Mapping[Any, Any]
-) -> CompressedAverage:
+def connect_gradient_compression(callback: GradientCompression, run: Any, reducers: Any) -> CompressedAverage:
     """Average gradients over replicas in compressed form, and keep the state of that in checkpoints."""
     setting, trainer = run.setting, run.setting.trainer
     method = callback.make_method()
@@ -45,7 +42,7 @@ def connect_gradient_compression(
         full_shapes={name: full_shape(p) for name, p in setting.module.named_parameters()},
         step=None if getattr(precision, "scaler", None) is None else lambda: trainer.global_step,
     )
-    for each in (*reducers.values(), *run.active.groups):
+    for each in (*reducers.every, *run.active.groups):
         each.compress(average)
     callback.connect(CompressionState(run, average, over_shards=over_shards))
     return average

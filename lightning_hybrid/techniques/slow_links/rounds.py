@@ -123,7 +123,7 @@ class LocalRounds(RunCallback):
         """Average gradients in the next step over all replicas, or inside this one."""
         self._find_trained()
         is_local = self._was_local = self.is_local
-        for reducer in self._optimization.reducers.values():
+        for reducer in self._optimization.reducers.every:
             reducer.step_alone(is_local)
         for group in self._run.active.groups:
             group.messages.stay_local(is_local)

@@ -23,9 +23,7 @@ class ParameterStates(Optimizer):
     def __init__(self, named: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take states, by FQN, then by name.
 
-        Args:
-            named: Parameters that have states, by FQN; also those that other ranks hold.
-            states: Of those that this rank holds.
+        ``named`` has parameters of other ranks too.
         """
         super().__init__(list(named.values()), {})
         for name, entry in states.items():
@@ -37,11 +35,8 @@ def save_states(
 ) -> dict[str, dict[str, Any]]:
     """Return the states of an optimizer of the module's parameters, as a checkpoint has them; collective.
 
-    Args:
-        optimizer: Whose parameters are among those of the module.
-        module: The user's.
-        stated: FQNs of parameters that have a state on the ranks that hold them.
-        gather: Returns the state dict of an optimizer as a checkpoint has it.
+    ``stated`` are FQNs of parameters that have a state on the ranks that hold them; ``gather`` returns the state dict
+    of an optimizer as a checkpoint has it.
 
     Returns:
         By FQN, full tensors on the first rank and nothing elsewhere; or what each rank writes of them to a folder.

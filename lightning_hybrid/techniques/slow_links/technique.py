@@ -49,11 +49,7 @@ class SlowLinks(Technique):
         return cls(callbacks[0])
 
     def connect(self, run: Any, optimization: Any) -> None:
-        """Connect the callback to the reducers and optimizers of a run.
-
-        Raises:
-            LayoutError: The layout, or an option, does not go with it.
-        """
+        """Connect the callback to the reducers and optimizers of a run."""
         callback = self._callback
         if isinstance(callback, GradientCompression):
             check_gradient_compression(callback, run)
@@ -82,11 +78,7 @@ class SlowLinks(Technique):
 
 
 def check_gradient_compression(callback: GradientCompression, run: Any) -> None:
-    """Refuse layouts and options for which compressed averages are not defined.
-
-    Raises:
-        LayoutError: The layout, or an option, does not go with it.
-    """
+    """Refuse layouts and options for which compressed averages are not defined."""
     setting = run.setting
     name, sharded = f"GradientCompression({callback.method!r})", _sharded_by(run)
     _refuse_joined_and_observed_replicas(name, run)
@@ -110,11 +102,7 @@ def check_gradient_compression(callback: GradientCompression, run: Any) -> None:
 
 
 def check_local_sgd(callback: LocalSGD, run: Any) -> None:
-    """Refuse layouts and options with which replicas cannot step by themselves.
-
-    Raises:
-        LayoutError: The layout, or an option, does not go with it.
-    """
+    """Refuse layouts and options with which replicas cannot step by themselves."""
     setting = run.setting
     layout, name, sharded = setting.layout, f"LocalSGD(every={callback.every})", _sharded_by(run)
     _refuse_joined_and_observed_replicas(name, run)
@@ -158,11 +146,7 @@ def check_local_sgd(callback: LocalSGD, run: Any) -> None:
 
 
 def check_outer_optimizer(outer: Optimizer | None, run: Any) -> None:
-    """Refuse an outer optimizer that reads more than a rank of a replica holds.
-
-    Raises:
-        LayoutError: Its step of shards is not that of full parameters, or may combine parameters of several ranks.
-    """
+    """Refuse an outer optimizer that reads more than a rank of a replica holds."""
     is_sharded = bool(run.parts)
     if outer is None or not (is_sharded or run.is_pipelined):
         return

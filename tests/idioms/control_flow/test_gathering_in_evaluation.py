@@ -7,8 +7,8 @@ import torch
 
 from harness.trainer_runs import assert_same, trainer_of
 from lightning_hybrid.params.reads.steps import StepReads
+from lightning_hybrid.run import runner as stage_runner
 from lightning_hybrid.step.standins.tensors import is_absent
-from lightning_hybrid.strategies.start import runner_factory as stage_runner
 from models.tiny import Tiny, loader
 
 

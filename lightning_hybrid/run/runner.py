@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.memory.free import free_bytes
@@ -23,26 +22,17 @@ from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.pipeline.unpartitioned import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.strategies.options.options import Options
-from lightning_hybrid.strategies.world.ranks import RankWorld
+from lightning_hybrid.run.setting import Setting
 
 # Share of the memory free at the start of a step that gathered parameters may take.
 _FREE_MEMORY_SHARE = 0.25
 
 
 def make_runner(
-    module: nn.Module,
-    mesh: Mesh,
-    world: RankWorld,
-    options: Options,
-    randomness: KeyedRandomness,
-    metrics: MetricSync,
-    parts: Callable[[], LocalShards],
+    setting: Setting, mesh: Mesh, randomness: KeyedRandomness, metrics: MetricSync, parts: Callable[[], LocalShards]
 ) -> tuple[StagePlan, MicrobatchRunner]:
-    """Make the stage plan of a full module, and the runner of its steps.
-
-    ``parts`` returns the local shards of parameters, once they are sharded.
-    """
+    """Make the stage plan of a full module, and the runner of its steps; ``parts`` are its shards, once it has some."""
+    module, world, options = setting.module, setting.world, setting.options
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.
     each, cuts = (options.stages_of_each_rank, options.pipeline_cuts) if pipeline.size() > 1 else (1, None)

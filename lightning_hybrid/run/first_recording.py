@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.batch.split import (
-    BatchSplitter,
     check_count,
     halves,
     split,
@@ -31,6 +30,7 @@ from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.staged import StepRunner
 from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch, compiled_wrappers
@@ -47,59 +47,44 @@ _STEPS: dict[TrainerFn, tuple[str, Literal["max_size_cycle", "sequential"]]] = {
 
 
 def record_first_step(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
+    setting: Setting,
     runner: MicrobatchRunner,
-    *,
-    example: Any,
-    arguments: Sequence[Any] | None = None,
-    num_microbatches: int | None,
-    splitter: BatchSplitter | None,
     context: Callable[[str], Callable[[], AbstractContextManager[Any]]],
+    arguments: Sequence[Any] | None = None,
 ) -> Sequence[Any] | None:
     """Record the step of this run's kind on an example batch; the recording decides the partition.
 
-    Args:
-        trainer: About to run.
-        module: The user's full module.
-        runner: Of this run.
-        example: The user's example batch; drawn from the run's own loader if None.
-        arguments: Of the training step that comes next, in a run that has begun; the example is not used then.
-        num_microbatches: The user's option.
-        splitter: The user's option.
-        context: Returns the context in which each step runs, by its name.
-
-    Returns:
-        The arguments of the step; None where the module has no such step, or it cannot be partitioned.
+    ``context`` returns that of each step, by its name; ``arguments`` are of the training step that comes next, in a run
+    that has begun. Returns the arguments of the step; None where there is none, or it cannot be partitioned.
 
     Raises:
         BatchError: The batch cannot be split as the options require.
         StepError: A training step cannot be recorded.
         PartitionError: It cannot be partitioned, or not as the options require.
     """
+    trainer, module, options = setting.trainer, setting.module, setting.options
     assert trainer.state.fn is not None
     name, mode = _STEPS[TrainerFn(trainer.state.fn)]
     if not is_overridden(name, module):
         return None
     before: list[ModuleSnapshot] = []  # transfer hooks of the user run for the example, and again in the run
     if arguments is None:
-        batch = example if example is not None else take_example(trainer, trainer._active_loop, mode, before)
+        batch = options.example_batch
+        batch = take_example(trainer, trainer._active_loop, mode, before) if batch is None else batch
         arguments = step_arguments(module, name, batch)
         optimizers_exist = False
     else:
         batch, optimizers_exist = arguments[0], True
-    is_fitting = name == "training_step"
-    if is_fitting:  # evaluation takes as many microbatches as there are samples
-        check_count(batch, num_microbatches)
-    reason = why_unsplit(batch, splitter)
+    if name == "training_step":  # evaluation takes as many microbatches as there are samples
+        check_count(batch, options.microbatches)
+    reason = why_unsplit(batch, options.batch_splitter)
     if reason and runner.plan.num_ranks > 1:
         rank_zero_warn(
             f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
             " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
         )
     call = Call(name, getattr(module, name), batch, arguments[1:], context(name))
-    record = partial(runner.record, call)
-    is_recorded = _record(trainer, module, runner, name, record, optimizers_exist=optimizers_exist)
+    is_recorded = _record(setting, runner, call, optimizers_exist=optimizers_exist)
     for state in before:
         state.restore()
     if not is_recorded:
@@ -108,16 +93,9 @@ def record_first_step(
     return arguments
 
 
-def _record(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    runner: MicrobatchRunner,
-    name: str,
-    record: Callable[[], None],
-    *,
-    optimizers_exist: bool,
-) -> bool:
+def _record(setting: Setting, runner: MicrobatchRunner, call: Call, *, optimizers_exist: bool) -> bool:
     """Record a step in its mode; return False where an evaluation step must run unpartitioned."""
+    module, name = setting.module, call.name
     was_training = {inner: inner.training for inner in module.modules()}
     is_fitting = name == "training_step"
     if not is_fitting:
@@ -125,13 +103,12 @@ def _record(
     try:
         with torch.set_grad_enabled(is_fitting), current_hook(module, name):
             if is_fitting and not optimizers_exist:
-                record_with_optimizers(trainer, module, record)
+                record_with_optimizers(setting.trainer, module, partial(runner.record, call))
                 return True
             try:
-                record()
+                runner.record(call)
             except Exception as reason:  # an error of the step itself shows when it runs unpartitioned
-                strategy: Any = trainer.strategy
-                is_wrong_cut = isinstance(reason, UnfitError) and strategy.options.pipeline_cuts
+                is_wrong_cut = isinstance(reason, UnfitError) and setting.options.pipeline_cuts
                 if optimizers_exist or is_wrong_cut:
                     raise
                 runner.unpartitioned.add_step(name, reason)
@@ -153,38 +130,33 @@ def _warn_of_compiled(module: pl.LightningModule, runner: MicrobatchRunner) -> N
         )
 
 
-def warn_of_mixed_samples(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    runner: StepRunner,
-    call: Call,
-) -> None:
+def warn_of_mixed_samples(setting: Setting, runner: StepRunner, call: Call) -> None:
     """Measure on the samples of two microbatches how these weigh in their loss; collective over the world.
 
     Where no weights give the loss of a batch, its gradients included, a warning says so, and batches are not split. All
     ranks have recorded the training step, this one by ``call``.
     """
     assert runner.plan.first is not None
-    batch = call.batch
+    module, batch, strategy = setting.module, call.batch, setting.trainer.strategy
     count = runner.count("training_step", batch)
     is_empty = any(tensor.is_meta or is_absent(tensor) for tensor in (*module.parameters(), *module.buffers()))
     is_tried = count > 1 and not (is_empty or runner.plan.first.written)
-    if not trainer.strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
+    if not strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
         return
     some = dataclasses.replace(call, batch=split(batch, max(1, count // 2))[0][0])
-    randomness = KeyedRandomness(0, trainer.strategy.root_device)
+    randomness = KeyedRandomness(0, setting.device)
     uncompiled = EagerSwitch()
     uncompiled.on()
     try:
         with current_hook(module, "training_step"), torch.compiler.set_stance("force_eager"):
-            agree = partial(trainer.strategy.reduce_boolean_decision, all=False)
+            agree = partial(strategy.reduce_boolean_decision, all=False)
             found, is_recorded, has_room = _measured(module, runner, some, randomness, agree)
     finally:
         uncompiled.off()
     weighting = agree_on_weighting(None, found)
-    is_recorded = trainer.strategy.reduce_boolean_decision(is_recorded)
+    is_recorded = strategy.reduce_boolean_decision(is_recorded)
     runner.adopt_weighting(weighting, has_recorded_means=is_recorded)
-    if not trainer.strategy.reduce_boolean_decision(has_room):
+    if not strategy.reduce_boolean_decision(has_room):
         rank_zero_warn(
             "there is no memory to compare training_step on two microbatches with each of them, as each rank must hold"
             " the full model for it: they are taken to weigh by samples or by the means that are recorded"

@@ -1,73 +1,51 @@
-"""Checks before an optimizer step over several ranks: what changed after the optimizers of the run were connected."""
+"""The optimizers of a run: what they are connected to, and what is checked before each of their steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
+from lightning_hybrid.run.run import Run
+from lightning_hybrid.techniques.reducers import Reducers
+
+if TYPE_CHECKING:
+    from lightning_hybrid.optimizers.in_backward import StepsInBackward
+    from lightning_hybrid.optimizers.moved import MovedStates
+    from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
+    from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
 
 
 class ConnectedOptimizers:
     """The optimizers of a run when it was built, and the parameters whose gradients ranks exchange."""
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        module: nn.Module,
-        *,
-        num_replicas: int,
-        has_copies: bool,
-        sharded: Collection[str],
-        is_manual: bool,
-        unaveraged: Callable[[], Mapping[int, str]],
-        is_sharded: bool,
-        steps_in_backward: bool,
-        steps_in_float32: bool,
-    ) -> None:
-        """Take what is connected.
-
-        Args:
-            optimizers: Of the Trainer.
-            module: The user's.
-            num_replicas: That average gradients.
-            has_copies: Whether ranks exchange gradients: there are replicas, or stages.
-            sharded: FQNs of parameters that are sharded.
-            is_manual: Whether the module calls its optimizers itself.
-            unaveraged: Returns the FQNs of parameters that got a gradient since the latest average, by their ids.
-            is_sharded: Whether a rank has shards, or stages, of the module.
-            steps_in_backward: Whether the backward steps parameters by the optimizer that is connected.
-            steps_in_float32: Whether the optimizers step bfloat16 parameters in float32.
-        """
+    def __init__(self, run: Run, optimizers: Sequence[Optimizer], reducers: Reducers) -> None:
+        self._run, self._optimizers, self._reducers = run, list(optimizers), reducers
+        self._module, self._num_replicas = run.setting.module, run.setting.world.mesh.size("data")
+        # Whether ranks exchange gradients: there are replicas, or stages.
+        self._has_copies = run.mesh.size("data") > 1 or bool(run.gathered_shardings) or run.is_pipelined
+        self._sharded = run.parts.names
         self._is_averaging = False
-        self._optimizers, self._module = list(optimizers), module
-        self._num_replicas, self._has_copies, self._sharded = num_replicas, has_copies, frozenset(sharded)
-        self._is_manual, self._unaveraged = is_manual, unaveraged
-        self._is_sharded, self._steps_in_backward = is_sharded, steps_in_backward
-        self._steps_in_float32 = steps_in_float32
         stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        self._known: dict[int, Tensor] = {id(p): p for p in (*module.parameters(), *stepped)}  # alive, so ids stay
+        self._known: dict[int, Tensor] = {id(p): p for p in (*self._module.parameters(), *stepped)}  # so ids stay
 
     def begin_averaging(self) -> None:
         """A backward of the strategy has averaged gradients, in manual optimization."""
         self._is_averaging = True
 
     def check(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Check that this optimizer steps as in one process; return its closure, which checks gradients too.
-
-        Raises:
-            StepError: It is not.
-        """
+        """Check that this optimizer steps as in one process; return its closure, which checks gradients too."""
         if not any(known is optimizer for known in self._optimizers):
             self._check_other(optimizer)
             self._optimizers.append(optimizer)
         if self._has_copies or self._sharded:
             self._check_parameters(optimizer)
-        if not self._is_manual or self._num_replicas == 1:
+        if not self._run.setting.is_manual or self._num_replicas == 1:
             return closure
 
         def checked() -> Any:
@@ -86,7 +64,7 @@ class ConnectedOptimizers:
 
     def _check_averages(self, optimizer: Optimizer) -> None:
         """Refuse gradients to which another backward has added after their average over the replicas."""
-        unaveraged = self._unaveraged()
+        unaveraged = {key: name for each in self._reducers.every for key, name in each.unaveraged.items()}
         for group in optimizer.param_groups if unaveraged else ():
             for p in group["params"]:
                 if id(p) in unaveraged and p.grad is not None and bool(p.grad.any()):
@@ -99,12 +77,12 @@ class ConnectedOptimizers:
                     )
 
     def _check_other(self, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
-        if self._steps_in_backward:
+        name, setting = type(optimizer).__name__, self._run.setting
+        if setting.options.optimizer_in_backward:
             why = "the backward steps parameters by the optimizer that it had then (optimizer_in_backward=True)"
-        elif self._steps_in_float32:
+        elif setting.steps_in_float32:
             why = "master_weights and stochastic_rounding are for the optimizers that it had then"
-        elif self._is_sharded and (combines_parameters(optimizer) or not can_step_shards(optimizer)):
+        elif self._run.is_sharded and (combines_parameters(optimizer) or not can_step_shards(optimizer)):
             why = f"{name} may need several parameters, or all elements of one, of which this rank has shards"
         else:
             return
@@ -129,3 +107,28 @@ class ConnectedOptimizers:
                         entry="optimizer-new-parameter",
                     )
                 self._known[id(p)] = p
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """Gradient reducers and optimizer steps of a run, under one layout.
+
+    Attributes:
+        reducers: Average gradients over replicas, by the stage after which they are complete; None: after all.
+        tied: Sums gradients of parameters that several stages hold.
+        buffers: Sends the buffers of the first replica to the others.
+        moved: Optimizers whose states are elsewhere between their steps.
+        watched: Optimizers whose steps read parameters of other ranks.
+        in_backward: Steps parameters in the backward, if the user wants it.
+        connected: The optimizers that all of this is connected to; None before there are any.
+        step_hooks: Numbers of the hooks on steps that optimizers were built with.
+    """
+
+    reducers: Reducers = dataclasses.field(default_factory=Reducers)
+    tied: TiedParameters | None = None
+    buffers: ReplicaBufferBroadcast | None = None
+    moved: tuple[MovedStates, ...] = ()
+    watched: tuple[Optimizer, ...] = ()
+    in_backward: StepsInBackward | None = None
+    connected: ConnectedOptimizers | None = None
+    step_hooks: frozenset[int] = frozenset()

@@ -1,1 +1,0 @@
-"""Optimizers whose steps need more of a parameter than this rank's shard."""
