@@ -27,7 +27,7 @@ def wait_until(is_done: Callable[[], bool], seconds: float, is_over: Callable[[]
 
 
 def store_of_run(name: str, rank: int) -> dist.Store:
-    """A part of the store by which the ranks met, of which no earlier run has written anything.
+    """Return a part of the store by which the ranks met, empty at first.
 
     Each rank counts its calls with this name, so that its number is the same on all of them.
     """

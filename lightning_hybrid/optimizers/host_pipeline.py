@@ -55,7 +55,7 @@ class HostStepPipeline:
     ) -> None:
         """Begin to step parameters with dense gradients; both may be freed or read on the current stream at once.
 
-        ``before`` and ``after`` are called on the thread; the former makes states available.
+        Parameters have any shape. ``before`` and ``after`` are called on the thread; the former makes states available.
         """
         self._slots.acquire()
         values = [tensor for p in parameters for tensor in (p.data, p.grad) if tensor is not None]

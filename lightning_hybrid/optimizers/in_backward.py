@@ -111,7 +111,7 @@ class StepsInBackward:
     @below_read_guards
     @torch.no_grad()
     def step(self, parameters: Collection[Tensor]) -> None:
-        """Step the parameters that have gradients, which are final and are freed; others stay as they are.
+        """Step the parameters, of any shape, that have final gradients, which are freed; others stay as they are.
 
         Raises:
             BackwardStepError: One of them has been stepped in this step already.

@@ -71,7 +71,7 @@ class ParameterOwners:
         self._owners: dict[str, dict[int, int]] = {}
 
     def add(self, parameters: Mapping[str, Tensor], numel: Mapping[str, int]) -> None:
-        """Assign owners to the parameters of one optimizer."""
+        """Assign owners to the parameters of one optimizer, of any shape."""
         self._names |= {id(p): name for name, p in parameters.items()}
         self._owners |= assign_owners(numel, self._shardings)
 
@@ -93,7 +93,7 @@ class ParameterOwners:
     def gather_states(self, entries: Mapping[Any, Any], parameters: Sequence[Tensor]) -> dict[Any, Any]:
         """Gather the states that owners keep on the first rank of each axis, in host memory; collective.
 
-        ``entries`` are by the parameter's number, or other keys.
+        ``entries`` are by the parameter's number, or other keys; parameters and states have any shape.
 
         Returns:
             The entries, on the first rank those of all owners.

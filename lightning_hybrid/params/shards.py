@@ -206,7 +206,7 @@ class LocalShards:
     # -- counting each element once ------------------------------------------------------------------------------------
 
     def is_first_owner(self, parameter: Tensor, *, within_replica: bool = False) -> bool:
-        """Whether this is the first rank that holds its shard of a parameter.
+        """Whether this is the first rank that holds its shard of a parameter, of any shape.
 
         Ranks of other replicas do not count ``within_replica``.
         """

@@ -117,15 +117,16 @@ def swap_out(parameter: Tensor, data: Tensor, gradient: Tensor | None = _KEEP) -
 
 @contextlib.contextmanager
 def swapped(
-    held: Iterable[tuple[Tensor, Tensor, Tensor | None]], after: Callable[[Tensor, Tensor], Any] = lambda p, data: None
+    contents: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    after: Callable[[Tensor, Tensor], Any] = lambda p, data: None,
 ) -> Iterator[None]:
-    """Let each parameter hold other data and another gradient inside.
+    """Let each parameter hold other data, of any shape, and another gradient inside.
 
     ``after`` is called before it holds its own again, with the parameter and that data.
     """
     before = []
     try:
-        for parameter, data, gradient in held:
+        for parameter, data, gradient in contents:
             before.append((parameter, parameter.data, parameter.grad))
             swap_in(parameter, data, gradient)
         yield

@@ -138,7 +138,8 @@ class HybridPrecision(MixedPrecision):
         """Extends loss scale and gradient norm to all ranks; makes `unscale_`, `step` and clipping collective.
 
         ``owned_parameters`` returns the ids of the parameters that this rank counts in a norm; they are distributed
-        over ``axes``. ``parts`` returns the slices of a gradient that it counts, as in `MeshNorm`.
+        over ``axes``. ``parts`` returns the slices, of any shape, of a gradient that it counts, as in
+        `MeshNorm`.
         """
         self.mesh, self.around_clipping = mesh, around_clipping
         norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes, parts=parts)

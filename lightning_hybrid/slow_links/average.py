@@ -103,7 +103,8 @@ class CompressedAverage:
     def launch(self, names: Sequence[str], gradients: Sequence[Tensor], flags: Tensor) -> PendingAverage:
         """Start to average gradients over the ranks; does not wait.
 
-        Gradients are divided by the number of replicas, and hold the average afterwards. ``flags`` has a number for
+        Gradients, of any shapes, are divided by the number of replicas, and hold the average afterwards.
+        ``flags`` has a number for
         each, and more, which are summed uncompressed; where the sum is 0, no rank has a gradient, and feedback waits
         for the next message.
         """

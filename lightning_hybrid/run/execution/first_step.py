@@ -129,11 +129,12 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
                     failure = f"{type(error).__name__}: {error}"
         failure, gave_loss = world.broadcast((failure, gave_loss))
         if failure:
-            raise self._refusal(
+            refusal = FirstStepError(
                 f"verify_first_step=True: the first step does not run in one process: {failure}. No parameter has"
                 " changed; set verify_first_step=False to train without this check",
                 entry="first-step-fails",
             )
+            raise printed_once(refusal, self.setting.world.mesh.rank)
         return bool(gave_loss)
 
     @contextlib.contextmanager
@@ -173,11 +174,12 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
         if too_large and not missing:
             rank_zero_info(f"the first step is verified one microbatch after the other: {too_large}")
         if missing:
-            raise self._refusal(
+            refusal = FirstStepError(
                 f"{missing}. No parameter has changed. Verify a smaller model of the same code (fewer layers, a smaller"
                 " batch), or set verify_first_step=False",
                 entry="first-step-memory",
             )
+            raise printed_once(refusal, self.setting.world.mesh.rank)
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
         from lightning_hybrid.verify.first_step import ReplicaInput
@@ -230,9 +232,6 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
         setting = self.setting
         return precision_of(setting.mesh_precision.precision, list(setting.module.parameters()))
 
-    def _refusal(self, message: str, *, entry: str) -> FirstStepError:
-        return printed_once(FirstStepError(message, entry=entry), self.setting.world.mesh.rank)
-
     # -- the comparison -----------------------------------------------------------------------------------------------
 
     def _compare(self) -> None:
@@ -269,11 +268,12 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
             verdict = verdict if of_microbatches.first else of_microbatches
         self._losses = self._reference = None
         if verdict.first:
-            raise self._refusal(
+            refusal = FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
                 " layouts with one process; verify_first_step=False trains without this check",
                 entry="first-step-differs",
             )
+            raise printed_once(refusal, self.setting.world.mesh.rank)
         rank_zero_info(describe_verdict(verdict, self._precision))
         if reference is not None and reference.mixing is not None:
             self._warn_of_mixing(reference.mixing)
