@@ -11,10 +11,10 @@ Then whatever sums, averages, accumulates, clips or reads gradients needs to kno
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
-from lightning_hybrid.experts.parallel.adapters import ExpertsAdapter
+from lightning_hybrid.experts.parallel.adapters import Exchange, ExpertsAdapter
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.params import store
 from lightning_hybrid.params.boxes import shard_of
@@ -52,20 +52,12 @@ def placements_of(
     return placements
 
 
-class ContextRows(Protocol):
-    """Context ranks among the expert-parallel ranks: layers see the rows of local positions, or replicated rows."""
+class ContextRows:
+    """Which rows a rank sends to experts; without context ranks, those that its layer computes."""
 
-    def sees_local_positions(self, names: Iterable[str]) -> bool:
-        """Returns whether the module with these parameters sees only this rank's positions in the current forward."""
-
-    def local_row_range(self, number: int) -> tuple[int, int]:
-        """Returns start and stop of this rank's shard of ``number`` rows."""
-
-    def shard_rows(self, rows: Tensor) -> Tensor:
-        """Returns this rank's shard of replicated rows, of shape [R, D]; the backward gathers all ranks' gradients."""
-
-    def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
-        """All-gathers ``number`` rows, of shape [number, D], from the shards of the ranks."""
+    def exchange_of(self, names: Collection[str], exchange: Exchange) -> Exchange:
+        """Returns how the module with these parameters exchanges its rows in the current forward."""
+        return exchange
 
 
 class ShardedExperts:
@@ -87,7 +79,7 @@ class ShardedExperts:
         replica_share: float,
         randomness: KeyedRandomness,
         guards: ReadGuards,
-        context: ContextRows | None = None,
+        context: ContextRows,
     ) -> None:
         """Prepares the modules before their parameters are sharded.
 
@@ -99,7 +91,7 @@ class ShardedExperts:
             replica_share: The share of one replica among those whose rows the experts of a rank compute.
             randomness: Keyed random numbers of the modules.
             guards: Guards of the run.
-            context: The context ranks, if there are several.
+            context: The context ranks.
         """
         self._context = context
         self._outside = OutsideLayerGuard("experts", GatherCallbacks(guards, self._refuse))
@@ -189,18 +181,8 @@ class ShardedExperts:
             trains = trained or (torch.is_grad_enabled() and rows.requires_grad)
             return self.ranks.run(rows, counts, partial(self._compute, fqn, forward), trains=trains)
 
-        def exchange_share(rows: Tensor, counts: Tensor) -> Tensor:
-            """Exchanges a shard of rows that are replicated over context ranks: each row is computed only once."""
-            assert self._context is not None
-            number = int(counts.sum())
-            first, end = self._context.local_row_range(number)
-            ends = counts.cumsum(0)
-            local_counts = (ends.clamp(max=end) - (ends - counts).clamp(min=first)).clamp(min=0)
-            return self._context.unshard(exchange(self._context.shard_rows(rows[:number]), local_counts), number)
-
-        if self._context is None or self._context.sees_local_positions(self._parameters[fqn]):
-            return adapter.run(module, forward, args, kwargs, exchange)
-        return adapter.run(module, forward, args, kwargs, exchange_share)
+        exchanged = self._context.exchange_of(self._parameters[fqn], exchange)
+        return adapter.run(module, forward, args, kwargs, exchanged)
 
     def _compute(
         self, fqn: str, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
