@@ -83,15 +83,8 @@ class ShardedExperts:
     ) -> None:
         """Prepares the modules before their parameters are sharded.
 
-        Args:
-            root: The user's module.
-            adapters: Adapters by FQN of the module.
-            sharding: Sharding of the parameters over the expert-parallel ranks.
-            chunks: Number of chunks of each rank's experts, whose messages overlap with computation.
-            replica_share: The share of one replica among those whose rows the experts of a rank compute.
-            randomness: Keyed random numbers of the modules.
-            guards: Guards of the run.
-            context: The context ranks.
+        Messages of the ``chunks`` of each rank's experts overlap with computation. ``replica_share`` is the share of
+        one replica among those whose rows the experts of a rank compute.
         """
         self._context = context
         self._outside = OutsideLayerGuard("experts", GatherCallbacks(guards, self._refuse))
@@ -115,10 +108,6 @@ class ShardedExperts:
         """Returns the lists of experts, and other lists inside of the modules that route tokens to them."""
         inside = [inner for fqn in self.adapters for inner in self._root.get_submodule(fqn).modules()]
         return [inner for inner in inside if isinstance(inner, nn.ModuleList | nn.ModuleDict)]
-
-    def routing(self) -> frozenset[nn.Module]:
-        """Returns the modules whose code routes tokens to a list of experts; it runs twice, so that they meet."""
-        return frozenset(self._root.get_submodule(fqn) for fqn, each in self.adapters.items() if each.may_skip)
 
     def be_ready(self) -> None:
         """Collects the modules of this rank, once each parameter is this rank's local shard."""
@@ -144,11 +133,7 @@ class ShardedExperts:
             yield
 
     def _refuse(self, parameter: nn.Parameter) -> Tensor:
-        """Refuses a read of sharded experts outside of their layer: other ranks may not take part in a gather.
-
-        Raises:
-            StepError: Always.
-        """
+        """Refuses a read of sharded experts outside of their layer: other ranks may not take part in a gather."""
         named = [(name, p) for parameters in self._parameters.values() for name, p in parameters.items()]
         name = next(name for name, p in named if p is parameter)
         raise StepError(
@@ -201,11 +186,7 @@ class ShardedExperts:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def check_equal_microbatches(self, num_microbatches: int) -> None:
-        """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks.
-
-        Raises:
-            UnequalMicrobatches: The numbers differ; raised on every rank.
-        """
+        """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks."""
         votes = on_group_device(torch.tensor([num_microbatches, -num_microbatches]), self.sharding.group)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.sharding.group)
         most, fewest = votes[0].item(), -votes[1].item()
