@@ -66,7 +66,9 @@ class PeakBytes(TorchDispatchMode):
 
 def step(model: GPT, losses: ChunkedLoss | None, ids: Tensor, target: Tensor) -> None:
     model.zero_grad(set_to_none=True)
-    with contextlib.nullcontext() if losses is None else losses.running_step():
+    with contextlib.ExitStack() as stack:
+        for context in () if losses is None else (losses.running(), losses.step()):
+            stack.enter_context(context)
         loss = model(ids, target)
     loss.backward()
 

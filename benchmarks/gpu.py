@@ -148,7 +148,7 @@ def counted(device: torch.device, variant: Variant, module: nn.Module) -> Any:
     """A counter of live tensors on a CPU; None on a GPU, whose allocator counts, and for compiled layers and steps."""
     if device.type == "cuda" or "compile" in (variant.options or {}) or variant.optimizer.startswith("torchao."):
         return None
-    from lightning_hybrid.memory.recompute.profile import LiveBytes
+    from lightning_hybrid.memory.live import LiveBytes
 
     live = LiveBytes(device)
     live.track(module.parameters())

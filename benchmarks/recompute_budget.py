@@ -26,10 +26,10 @@ from small_gpt import SmallGPT, batch_of, loss_of
 from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.monitors.holders import PeakMeter
+from lightning_hybrid.memory.live import LiveBytes
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import Recompute, layer_policies
-from lightning_hybrid.memory.recompute.profile import LiveBytes
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.modules import find_layers
 

@@ -39,15 +39,10 @@ class ChunkedLoss:
         warn: Callable[[str], None],
         vocabularies: Mapping[str, Vocabulary] | None = None,
     ) -> None:
-        """Takes linears outside of layers.
+        """Takes linears outside of layers; a loss has as many chunks as the sizes of its head give if None.
 
-        Args:
-            modules: The linears, by FQN.
-            num_chunks: Number of chunks of each loss; by the sizes of the head if None.
-            around: A context in which the parameters of a module are full.
-            inform: Prints information, on the first rank.
-            warn: Warns the user, on the first rank.
-            vocabularies: The row ranges of the linears whose weights and biases tensor ranks shard, by FQN.
+        ``around`` is a context in which the parameters of a module are full; ``vocabularies`` are the row ranges of the
+        linears whose weights and biases tensor ranks shard, by FQN.
         """
         rows = {fqn: ShardedRows(vocabulary) for fqn, vocabulary in (vocabularies or {}).items()}
         self.heads = {
@@ -103,12 +98,6 @@ class ChunkedLoss:
                 call.head.read_in_full(reason)
                 call.full_logits()
 
-    @contextlib.contextmanager
-    def running_step(self) -> Iterator[None]:
-        """Both contexts, where nothing is between them."""
-        with self.running(), self.step():
-            yield
-
     def _report(self) -> None:
         """Tell once which losses are computed in chunks, and what reads logits in full; drop linears without a loss."""
         for fqn, head in list(self.heads.items()):
@@ -146,11 +135,7 @@ def find_output_heads(
 ) -> dict[str, nn.Linear]:
     """Return the linears, by FQN, that are in no repeated layer, run uncompiled, and whose weights are here in full.
 
-    Args:
-        root: The user's module.
-        sharded: FQNs of parameters that tensor ranks shard.
-        is_compiled: Whether layers run compiled.
-        any_size: Whether to return linears too that have no more output features than input features.
+    Tensor ranks shard the parameters ``sharded``. ``any_size``: also those with no more outputs than inputs.
     """
     inside = _inside_repeated_layers(root) | compiled_modules(root)
     if is_compiled:
@@ -171,12 +156,9 @@ def find_output_heads(
 def sharded_heads(
     root: nn.Module, heads: dict[str, nn.Linear], vocabularies: Mapping[str, Vocabulary]
 ) -> dict[str, Vocabulary]:
-    """The row ranges of heads that tensor ranks shard, by FQN; drops heads whose weight alone is sharded.
+    """The row ranges of heads that tensor ranks shard, by FQN, from the row ranges of parameters.
 
-    Args:
-        root: The user's module.
-        heads: From `find_output_heads`.
-        vocabularies: The row ranges of sharded weights and biases, by FQN in the root.
+    Drops heads whose weight alone is sharded.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     found = {}

@@ -32,6 +32,20 @@ def rule_of(func: Any) -> Rule | None:
     return None
 
 
+def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """An argument of a kernel by its name; its default if it is not given, None if there is no such argument."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def _made(func: Any, x: VocabularyShard, out: Any, dim: int) -> Any:
+    """Shards of ``x`` from a kernel's results on its rows along ``dim``: views where the kernel makes some."""
+    make = x.like if func._schema.returns[0].alias_info is None else x.view_of
+    return [make(each, dim) for each in out] if isinstance(out, list | tuple) else make(out, dim)
+
+
 # --- elementwise ------------------------------------------------------------------------------------------------------
 
 _POINTWISE = {aten.copy_, aten.fill_, aten.zero_, aten.masked_fill_}
@@ -86,11 +100,6 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
     (x,) = args
     device = kwargs.get("device")
     return x.like(func(x.local, **kwargs)) if device is None or device == x.device else NotImplemented
-
-
-def _filled_like(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    return x.like(func(x.local, *args[1:], **kwargs)) if isinstance(x, VocabularyShard) else NotImplemented
 
 
 def _new_filled(func: Any, args: Any, kwargs: Any) -> Any:
@@ -151,7 +160,10 @@ def _dense_strides(sizes: Any) -> tuple[int, ...]:
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].view_of(func(args[0].local, *args[1:], **kwargs))
+    x = args[0]
+    if not isinstance(x, VocabularyShard):
+        return NotImplemented
+    return _made(func, x, func(x.local, *args[1:], **kwargs), x.cut_dim)
 
 
 def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -171,48 +183,34 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
-    x, *rest = args
-    dims = rest[0] if rest else range(x.dim())
-    dims = [dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)]
-    removed = [dim for dim in dims if x.shape[dim] == 1 and dim != x.cut_dim]
+    x, dims = args[0], _argument(func, "dim", args, kwargs)
+    dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    removed = [dim % x.dim() for dim in dims if x.shape[dim] == 1 and dim % x.dim() != x.cut_dim]
     return x.view_of(x.local.squeeze(tuple(removed)), x.cut_dim - sum(dim < x.cut_dim for dim in removed))
 
 
+def _along(func: Any, args: Any, kwargs: Any) -> Any:
+    """Operations along one dim, other than the sharded one, which may remove it."""
+    x, dim = args[0], _argument(func, "dim", args, kwargs)
+    if not isinstance(x, VocabularyShard) or dim % x.dim() == x.cut_dim:
+        return NotImplemented
+    out = func(x.local, *args[1:], **kwargs)
+    removes = any(each.dim() < x.dim() for each in ([out] if isinstance(out, Tensor) else out))
+    return _made(func, x, out, x.cut_dim - (removes and dim % x.dim() < x.cut_dim))
+
+
 def _sliced(func: Any, args: Any, kwargs: Any) -> Any:
-    x, *rest = args
-    defaults: tuple[Any, ...] = (0, None, None, 1)
-    dim, start, end, step = tuple(rest) + defaults[len(rest) :]
+    x = args[0]
+    dim, start, end, step = (_argument(func, name, args, kwargs) for name in ("dim", "start", "end", "step"))
     if dim % x.dim() != x.cut_dim:
-        return x.view_of(func(x.local, *rest, **kwargs))
+        return _along(func, args, kwargs)
     if (start or 0) == 0 and (end is None or end >= x.vocabulary.length) and step == 1:
         return x.view_of(x.local.view_as(x.local))
     return NotImplemented
 
 
-def _select(func: Any, args: Any, kwargs: Any) -> Any:
-    x, dim, index = args
-    dim %= x.dim()
-    return NotImplemented if dim == x.cut_dim else x.view_of(func(x.local, dim, index), x.cut_dim - (dim < x.cut_dim))
-
-
-def _split(func: Any, args: Any, kwargs: Any) -> Any:
-    x, sizes, *rest = args
-    if (rest[0] if rest else kwargs.get("dim", 0)) % x.dim() == x.cut_dim:
-        return NotImplemented
-    return [x.view_of(section) for section in func(x.local, sizes, *rest, **kwargs)]
-
-
-def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    dim = (args[1] if len(args) > 1 else 0) % x.dim()
-    if dim == x.cut_dim:
-        return NotImplemented
-    return [x.view_of(item, x.cut_dim - (dim < x.cut_dim)) for item in func(x.local, dim)]
-
-
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    tensors, dim = args[0], _argument(func, "dim", args, kwargs)
     first = tensors[0]
     if not isinstance(first, VocabularyShard) or dim % first.dim() == first.cut_dim:
         return NotImplemented
@@ -264,27 +262,16 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     return x
 
 
-def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
-    x, dim, index = args
-    if not isinstance(x, VocabularyShard) or dim % x.dim() == x.cut_dim:
-        return NotImplemented
-    return x.like(func(x.local, dim, index))
-
-
 # --- sums and products ------------------------------------------------------------------------------------------------
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    over = args[1] if len(args) > 1 else None
+    x, over, keep = args[0], _argument(func, "dim", args, kwargs), bool(_argument(func, "keepdim", args, kwargs))
     dims = [dim % x.dim() for dim in ([over] if isinstance(over, int) else over)] if over else [*range(x.dim())]
-    keep = args[2] if len(args) > 2 else False
     is_mean = func.overloadpacket is aten.mean
     if x.cut_dim not in dims:
-        return x.like(
-            x.local.mean(dims, keep, **kwargs) if is_mean else x.local.sum(dims, keep, **kwargs),
-            x.cut_dim if keep else x.cut_dim - sum(dim < x.cut_dim for dim in dims),
-        )
+        local = x.local.mean if is_mean else x.local.sum
+        return x.like(local(dims, keep, **kwargs), x.cut_dim if keep else x.cut_dim - sum(d < x.cut_dim for d in dims))
     total = x.vocabulary.summed(x.local.sum(dims, keep, **kwargs))
     return total / prod(x.shape[dim] for dim in dims) if is_mean else total
 
@@ -322,36 +309,6 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     return b.like(func(_operand(bias, b), a, b.local, **kwargs))
 
 
-_RULES: dict[Any, Rule] = {
-    aten._to_copy: _to_copy,
-    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), _filled_like),
-    **dict.fromkeys((aten.new_zeros, aten.new_empty, aten.new_ones, aten.new_full), _new_filled),
-    **dict.fromkeys((aten.view, aten._unsafe_view), _view),
-    aten.as_strided: _as_strided,
-    aten.new_empty_strided: _new_strided,
-    aten.expand: _expand,
-    **dict.fromkeys((aten.alias, aten.detach, aten.lift_fresh), _same),
-    **dict.fromkeys((aten.t, aten.transpose, aten.permute), _transposed),
-    aten.unsqueeze: _unsqueeze,
-    aten.squeeze: _squeeze,
-    aten.slice: _sliced,
-    aten.select: _select,
-    **dict.fromkeys((aten.split, aten.split_with_sizes), _split),
-    aten.unbind: _unbind,
-    aten.cat: _cat,
-    **dict.fromkeys((aten.slice_backward, aten.select_backward), _slice_backward),
-    aten.index: _index,
-    **dict.fromkeys((aten.index_put, aten.index_put_, aten._index_put_impl_), _index_put),
-    aten.index_select: _index_select,
-    **dict.fromkeys((aten.sum, aten.mean), _sum),
-    aten.mm: _mm,
-    aten.addmm: _addmm,
-}
-
-
-aten = torch.ops.aten
-
-
 # --- softmax ----------------------------------------------------------------------------------------------------------
 
 
@@ -364,7 +321,7 @@ def _log_sum(x: VocabularyShard, local: Tensor) -> Tensor:
 def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim, to_float = args
     if dim % x.dim() != x.cut_dim:
-        return x.like(func(x.local, dim, to_float))
+        return _along(func, args, kwargs)
     out_dtype = torch.float32 if to_float else x.dtype
     local = x.local.to(torch.promote_types(x.dtype, torch.float32))  # as torch's own kernels do
     out = local - _log_sum(x, local)
@@ -455,30 +412,43 @@ def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
 # --- maximum ----------------------------------------------------------------------------------------------------------
 
 
-def _max(func: Any, args: Any, kwargs: Any) -> Any:
-    """``max`` and ``argmax`` along the vocabulary: each rank sends its largest value and its row."""
-    x, *rest = args
-    dim = rest[0] if rest else kwargs.get("dim")
+def _argmax(func: Any, args: Any, kwargs: Any) -> Any:
+    """``argmax`` along the vocabulary: each rank sends its largest value and its row."""
+    x, dim = args[0], _argument(func, "dim", args, kwargs)
     if dim is None or dim % x.dim() != x.cut_dim:
         return NotImplemented
-    keep = rest[1] if len(rest) > 1 else kwargs.get("keepdim", False)
     values, rows = x.local.max(x.cut_dim, keepdim=True)
-    vocabulary = x.vocabulary
-    all_values = torch.stack(vocabulary.ranks.all_gather(values.contiguous()))
-    all_rows = torch.stack(vocabulary.ranks.all_gather(rows + vocabulary.offset))
-    values, owners = all_values.max(0, keepdim=True)
-    rows = all_rows.gather(0, owners)[0]
-    values = values[0]
-    if not keep:
-        values, rows = values.squeeze(x.cut_dim), rows.squeeze(x.cut_dim)
-    return rows if func.overloadpacket is aten.argmax else (values, rows)
+    ranks = x.vocabulary.ranks
+    owners = torch.stack(ranks.all_gather(values.contiguous())).argmax(0, keepdim=True)
+    rows = torch.stack(ranks.all_gather(rows + x.vocabulary.offset)).gather(0, owners)[0]
+    return rows if _argument(func, "keepdim", args, kwargs) else rows.squeeze(x.cut_dim)
 
 
-LOSS_RULES: dict[Any, Rule] = {
+_RULES: dict[Any, Rule] = {
+    aten._to_copy: _to_copy,
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), _same),
+    **dict.fromkeys((aten.new_zeros, aten.new_empty, aten.new_ones, aten.new_full), _new_filled),
+    **dict.fromkeys((aten.view, aten._unsafe_view), _view),
+    aten.as_strided: _as_strided,
+    aten.new_empty_strided: _new_strided,
+    aten.expand: _expand,
+    **dict.fromkeys((aten.alias, aten.detach, aten.lift_fresh), _same),
+    **dict.fromkeys((aten.t, aten.transpose, aten.permute), _transposed),
+    aten.unsqueeze: _unsqueeze,
+    aten.squeeze: _squeeze,
+    aten.slice: _sliced,
+    **dict.fromkeys((aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.index_select), _along),
+    aten.cat: _cat,
+    **dict.fromkeys((aten.slice_backward, aten.select_backward), _slice_backward),
+    aten.index: _index,
+    **dict.fromkeys((aten.index_put, aten.index_put_, aten._index_put_impl_), _index_put),
+    **dict.fromkeys((aten.sum, aten.mean), _sum),
+    aten.mm: _mm,
+    aten.addmm: _addmm,
     **dict.fromkeys((aten._log_softmax, aten._softmax), _softmax),
     **dict.fromkeys((aten._log_softmax_backward_data, aten._softmax_backward_data), _softmax_backward),
     aten.logsumexp: _logsumexp,
     **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss2d_forward), _nll),
     **dict.fromkeys((aten.nll_loss_backward, aten.nll_loss2d_backward), _nll_backward),
-    aten.argmax: _max,
+    aten.argmax: _argmax,
 }

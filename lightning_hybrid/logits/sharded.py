@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lightning_hybrid.logits.rules import LOSS_RULES, logits_at, rule_of, vocabulary_last
+from lightning_hybrid.logits.rules import logits_at, rule_of, vocabulary_last
 from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
 from lightning_hybrid.step.objects.names import CONTENT_READS, names
 from lightning_hybrid.step.standins.tensors import materialize
@@ -80,7 +80,7 @@ class VocabularyTensor(VocabularyShard):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Runs one kernel by its sharding rule, or on the full tensor."""
         kwargs = kwargs or {}
-        rule = LOSS_RULES.get(func.overloadpacket) or rule_of(func)
+        rule = rule_of(func)
         if rule is not None:
             out = rule(func, args, kwargs)
             if out is not NotImplemented:
@@ -167,13 +167,7 @@ def local_gradient(grad: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
 
 
 def represent(local: Tensor, dim: int, vocabulary: Vocabulary) -> VocabularyShard:
-    """Makes a tensor of the full shape from this rank's rows.
-
-    Args:
-        local: This rank's rows; gradients flow back to it.
-        dim: The dim of the rows.
-        vocabulary: The ranges of rows of all ranks.
-    """
+    """Makes a tensor of the full shape from this rank's rows along ``dim``, to which gradients flow back."""
     with torch._C.DisableTorchFunction():  # a mode may be about to represent this very tensor
         made: VocabularyShard = _Represent.apply(local, dim, vocabulary)
     return made

@@ -26,10 +26,7 @@ _FILE_CACHE = re.compile(r"^(?:total_)?(?:in)?active_file (\d+)$", re.MULTILINE)
 def memory_shortage(parameters: Iterable[Tensor], device: torch.device, activation_bytes: float) -> str:
     """Say in one sentence how much memory a full copy lacks; empty if it fits, or if the system reports no limit.
 
-    Args:
-        parameters: All of the module, with their full shapes; those of other ranks are absent.
-        device: Device of the copy.
-        activation_bytes: Bytes of one microbatch's activations.
+    Parameters have their full shapes; those of other ranks are absent. ``activation_bytes`` are one microbatch's.
     """
     sizes = [(p.numel() * p.element_size(), is_absent(p)) for p in parameters]
     total = float(sum(size for size, _ in sizes))

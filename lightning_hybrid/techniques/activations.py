@@ -13,13 +13,12 @@ from torch import nn
 
 from lightning_hybrid.errors import ActivationError
 from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
-from lightning_hybrid.memory.saved_activations.places import ActivationFile, HostMemory
+from lightning_hybrid.memory.saved_activations.places import ActivationFile, HostMemory, InPlace
 from lightning_hybrid.memory.saved_activations.requests import (
     DISK,
     Compression,
     Offload,
 )
-from lightning_hybrid.memory.saved_activations.storage import Place
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.randomness.generators import mix
 from lightning_hybrid.randomness.keyed import KeyedRandomness
@@ -111,7 +110,7 @@ def _layers_of_stages(plan: StagePlan) -> tuple[dict[str, nn.Module], dict[str, 
     return found, stage_of
 
 
-def _place(offload: Offload, device: torch.device, until_end: contextlib.ExitStack) -> Place:
+def _place(offload: Offload, device: torch.device, until_end: contextlib.ExitStack) -> InPlace:
     """Return where tensors are moved to."""
     host = HostMemory(device) if device.type == "cuda" else None
     if offload.to.startswith(DISK):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.experts.parallel.adapters import Exchange
 from lightning_hybrid.experts.parallel.find import (
     ExpertCalls,
     FoundExperts,
@@ -19,7 +20,7 @@ from lightning_hybrid.experts.parallel.find import (
     describe_experts,
     has_stacked_experts,
 )
-from lightning_hybrid.experts.parallel.sharded import ShardedExperts, placements_of
+from lightning_hybrid.experts.parallel.sharded import ContextRows, ShardedExperts, placements_of
 from lightning_hybrid.experts.parallel.width import (
     TensorShardedExperts,
     WidthSharding,
@@ -35,7 +36,7 @@ from lightning_hybrid.sequence.positions import SequenceSharding, gather_sequenc
 from lightning_hybrid.strategies.options.options import Options, compile_options
 from lightning_hybrid.techniques.technique import Active, Technique
 from lightning_hybrid.techniques.tensor_plans import check_is_sharded
-from lightning_hybrid.tensor.collectives import GroupRanks, Ranks, enter, leave, sum_gradients
+from lightning_hybrid.tensor.collectives import GroupRanks
 from lightning_hybrid.tensor.runtime.model import ShardedModel
 
 
@@ -56,7 +57,7 @@ class ExpertParallel(Technique):
     ) -> None:
         self._module, self._mesh, self._randomness, self._guards = module, mesh, randomness, guards
         self._chunks, self._compile = options.expert_chunks, compile_options(options.compile)
-        self._uncompiled: dict[str, _EagerForward] = {}
+        self._uncompiled: Collection[str] = ()
         self._size = mesh.layout.expert_parallel_size
         self._calls = ExpertCalls()
         self._drawing: Collection[str] = ()
@@ -120,7 +121,7 @@ class ExpertParallel(Technique):
             widths = width_placements(self._module, experts.widths)
             shards.mark_sharded_elsewhere(widths)
             new_shardings.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
-            ranks = ExpertTensorRanks(GroupRanks(self._mesh.group("tp")))
+            ranks = GroupRanks(self._mesh.group("tp"))
             self.widths, self._widths = experts.widths, TensorShardedExperts(self._module, experts.widths, ranks)
         elif tensor_size > 1 and shards is not None:
             check_is_sharded(shards.plans, tensor_size)
@@ -129,7 +130,7 @@ class ExpertParallel(Technique):
         self.summary = describe_experts(experts, size, tensor_size)
         if self._compile is not None and (experts.adapters or experts.widths):
             _check_graphs(self._compile)
-            self._uncompiled = {fqn: _EagerForward() for fqn in {**experts.adapters, **experts.widths}}
+            self._uncompiled = experts.adapters.keys() | experts.widths.keys()
         return new_shardings
 
     def _share(
@@ -137,12 +138,12 @@ class ExpertParallel(Technique):
     ) -> AxisSharding:
         placements = placements_of(self._module, found.adapters, self._size, shardings)
         sharding = AxisSharding(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
-        context = None
+        context = ContextRows()
         if shards is not None:
             self._check_has_no_numbers(placements)
         if shards is not None and self._mesh.size("cp") > 1:
             shards.set_sharded_over_context(placements)
-            context = ExpertContextRows(self._mesh.group("cp"), shards)
+            context = _ReplicatedRows(self._mesh.group("cp"), shards)
         self.shared = ShardedExperts(
             self._module,
             found.adapters,
@@ -177,10 +178,11 @@ class ExpertParallel(Technique):
 
     def build(self, run: Any, owner: Any) -> Active:
         """Collect the experts of this rank."""
-        if self.shared is not None:
-            self.shared.be_ready()
         modules = {fqn: self._module.get_submodule(fqn) for fqn in self._uncompiled}
-        return _Experts(self.shared, self._widths, modules, self._uncompiled, run.parts)
+        if self.shared is None:
+            return _Experts(self._widths, modules)
+        self.shared.be_ready()
+        return _SharedExperts(self.shared, run.parts, self._widths, modules)
 
     def inseparable(self) -> Collection[nn.Module]:
         """Lists of experts, whose ranks share them: they belong to the layer that routes tokens to them."""
@@ -196,50 +198,11 @@ class ExpertParallel(Technique):
 
 
 class _Experts(Active):
-    """The experts of this rank, while they run.
+    """The experts of this rank, while they run."""
 
-    What experts exchange in the middle of a step cannot be brought to its end without it, so no step is rolled back.
-    """
-
-    can_roll_back = False
-    guards_loaders = False
-
-    def __init__(
-        self,
-        shared: ShardedExperts | None,
-        widths: TensorShardedExperts | None,
-        uncompiled: Mapping[str, nn.Module],
-        eager: Mapping[str, _EagerForward],
-        parts: Any,
-    ) -> None:
-        self._shared, self._widths, self._parts = shared, widths, parts
-        self._uncompiled, self._eager = uncompiled, eager
-        self.can_roll_back = self.guards_loaders = shared is None
-
-    def step(self, num_microbatches: int = 0) -> AbstractContextManager[None]:
-        """Check that replicas run their layers equally often."""
-        if self._shared is not None and num_microbatches:
-            self._shared.check_equal_microbatches(num_microbatches)
-        return nullcontext()
-
-    def complete_gradients(self) -> None:
-        """Give a parameter that one rank owns an empty gradient on the others, if it has one there."""
-        if self._shared is not None:
-            self._shared.agree_on_gradients()
-
-    def unpartitioned(self) -> AbstractContextManager[None]:
-        """Use full experts in an evaluation, also in code outside of their layers."""
-        return nullcontext() if self._shared is None else self._shared.full_experts()
-
-    def begin_evaluation(self) -> None:
-        """Gather the experts: replicas may have unequally many batches."""
-        if self._shared is not None:
-            self._shared.begin_evaluation(self._parts)
-
-    def end_evaluation(self) -> None:
-        """Free the gathered experts."""
-        if self._shared is not None:
-            self._shared.end_evaluation()
+    def __init__(self, widths: TensorShardedExperts | None, uncompiled: Mapping[str, nn.Module]) -> None:
+        self._widths, self._uncompiled = widths, uncompiled
+        self._eager = {fqn: _EagerForward() for fqn in uncompiled}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -247,8 +210,7 @@ class _Experts(Active):
         with ExitStack() as stack:
             if self._widths is not None:
                 stack.enter_context(self._widths.local_widths())
-            if self._shared is not None:
-                stack.enter_context(self._shared.running())
+            stack.enter_context(self.exchanging())
             if self._widths is not None:
                 stack.enter_context(self._widths.running())
             run = replaced_forwards(
@@ -256,6 +218,50 @@ class _Experts(Active):
             )
             stack.enter_context(run)
             yield
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Exchange rows between ranks that share experts."""
+        return nullcontext()
+
+
+class _SharedExperts(_Experts):
+    """The experts that ranks share.
+
+    What experts exchange in the middle of a step cannot be brought to its end without it, so no step is rolled back.
+    """
+
+    can_roll_back = False
+    guards_loaders = False
+
+    def __init__(self, shared: ShardedExperts, parts: Any, *others: Any) -> None:
+        super().__init__(*others)
+        self._shared, self._parts = shared, parts
+
+    def step(self, num_microbatches: int = 0) -> AbstractContextManager[None]:
+        """Check that replicas run their layers equally often."""
+        if num_microbatches:
+            self._shared.check_equal_microbatches(num_microbatches)
+        return nullcontext()
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Exchange rows between ranks that share experts."""
+        return self._shared.running()
+
+    def complete_gradients(self) -> None:
+        """Give a parameter that one rank owns an empty gradient on the others, if it has one there."""
+        self._shared.agree_on_gradients()
+
+    def unpartitioned(self) -> AbstractContextManager[None]:
+        """Use full experts in an evaluation, also in code outside of their layers."""
+        return self._shared.full_experts()
+
+    def end_evaluation(self) -> None:
+        """Free the gathered experts."""
+        self._shared.end_evaluation()
+
+    def begin_evaluation(self) -> None:
+        """Gather the experts: replicas may have unequally many batches."""
+        self._shared.begin_evaluation(self._parts)
 
 
 def _check_graphs(options: Mapping[str, Any]) -> None:
@@ -282,49 +288,24 @@ class _EagerForward:
         return self._call
 
 
-class ExpertTensorRanks:
-    """Collectives over tensor ranks (implements ``TensorRanks``)."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.rank = ranks.rank
-
-    def enter(self, tensor: Tensor) -> Tensor:
-        """Apply the f operator to a tensor of any shape: identity forward, sum of gradients backward."""
-        return enter(tensor, self._ranks)
-
-    def leave(self, tensor: Tensor) -> Tensor:
-        """Apply the g operator to a tensor of any shape: sum forward, identity backward."""
-        return leave(tensor, self._ranks)
-
-    def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Apply the f operator to several tensors of any shapes."""
-        return sum_gradients(tensors, [None] * len(tensors), self._ranks)
-
-
-class ExpertContextRows:
-    """Rows of context ranks (implements ``ContextRows``)."""
+class _ReplicatedRows(ContextRows):
+    """Context ranks, whose layers see the rows of local positions, or rows that all of them have."""
 
     def __init__(self, group: dist.ProcessGroup, shards: ShardedModel) -> None:
         self._ranks, self._shards = GroupRanks(group), shards
 
-    def _of(self, number: int) -> SequenceSharding:
-        return SequenceSharding(0, number, self._ranks)
+    def exchange_of(self, names: Collection[str], exchange: Exchange) -> Exchange:
+        """Exchange a share of rows that all context ranks have: each row is computed only once."""
+        if any(map(self._shards.sees_local_positions, names)):
+            return exchange
 
-    def sees_local_positions(self, names: Iterable[str]) -> bool:
-        """Whether parameters are used on local positions of the sequence only."""
-        return any(map(self._shards.sees_local_positions, names))
+        def exchange_share(rows: Tensor, counts: Tensor) -> Tensor:
+            """Of shape [P, D] -> [P, D']; counts [E]."""
+            number, ends = int(counts.sum()), counts.cumsum(0)
+            sharding = SequenceSharding(0, number, self._ranks)
+            first = sum(sharding.lengths[: self._ranks.rank])
+            end = first + sharding.lengths[self._ranks.rank]
+            local_counts = (ends.clamp(max=end) - (ends - counts).clamp(min=first)).clamp(min=0)
+            return gather_sequence(exchange(shard_sequence(rows[:number], sharding), local_counts), sharding)
 
-    def local_row_range(self, number: int) -> tuple[int, int]:
-        """Return the local range ``[start, stop)`` of the rows of all context ranks."""
-        lengths = self._of(number).lengths
-        first = sum(lengths[: self._ranks.rank])
-        return first, first + lengths[self._ranks.rank]
-
-    def shard_rows(self, rows: Tensor) -> Tensor:
-        """Return the local rows of a tensor of shape ``(rows, ...)``."""
-        return shard_sequence(rows, self._of(rows.shape[0]))
-
-    def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
-        """Gather local rows of all context ranks to shape ``(number, ...)``."""
-        return gather_sequence(shard_rows, self._of(number))
+        return exchange_share

@@ -49,6 +49,12 @@ def chunked(model, num_chunks=4, messages=None):
     return ChunkedLoss(heads, num_chunks, around=_nothing, inform=messages.append, warn=messages.append)
 
 
+@contextlib.contextmanager
+def running_step(losses):
+    with losses.running(), losses.step():
+        yield
+
+
 def _nothing(parameter):
     return contextlib.nullcontext()
 
@@ -59,7 +65,7 @@ def results(model, run, losses=None):
     if losses is None:
         out = run(model)
     else:
-        with losses.running_step():
+        with running_step(losses):
             out = run(model)
     out.sum().backward()
     return [out, *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -158,7 +164,7 @@ def test_gradient_of_a_gradient_graph_kept():
     """Two backwards through one loss."""
     ids, target = example()
     model = Model(shifted).double()
-    with chunked(model).running_step():
+    with running_step(chunked(model)):
         loss = model(ids, target)
     for scale in (1.0, 2.5):
         found = torch.autograd.grad(scale * loss, [*model.parameters()], retain_graph=True)
@@ -289,7 +295,7 @@ def test_metadata_reads_nothing():
     messages = []
     model = Model(shifted).double()
     losses = chunked(model, messages=messages)
-    with losses.running_step():
+    with running_step(losses):
         logits = model.head(torch.ones(2, 3, WIDTH, dtype=torch.float64))
         assert type(logits) is LazyLogits and isinstance(logits, torch.Tensor)
         assert logits.shape == (2, 3, VOCABULARY) and logits.dtype is torch.float64 and logits.dim() == 3
@@ -312,7 +318,7 @@ def test_argmax_in_chunks(dim):
     losses = chunked(model)
     hidden = model.embedding(ids)
     wanted = model.head(hidden).detach()
-    with losses.running_step():
+    with running_step(losses):
         logits = model.head(hidden)
         logits = logits if dim == -1 else logits.transpose(1, 2)
         assert torch.equal(logits.argmax(dim), wanted.argmax(-1))
@@ -326,7 +332,7 @@ def test_argmax_in_chunks(dim):
 def test_detached_logits_give_no_gradient():
     ids, target = example()
     model = Model(None).double()
-    with chunked(model).running_step():
+    with running_step(chunked(model)):
         logits = model.head(model.embedding(ids))
         with torch.no_grad():
             view = logits[:, :-1]
@@ -341,7 +347,7 @@ def test_logits_that_outlive_the_step_are_those_of_its_weights():
     model = Model(None).double()
     losses = chunked(model, messages=messages)
     wanted = model.head(model.embedding(ids)).detach()
-    with losses.running_step():
+    with running_step(losses):
         logits = model.head(model.embedding(ids))
         loss = shifted(logits, target)
     with torch.no_grad():
@@ -356,7 +362,7 @@ def test_logits_read_after_an_optimizer_step_are_those_before():
     model = Model(None).double()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     wanted = model.head(model.embedding(ids)).detach()
-    with chunked(model).running_step():
+    with running_step(chunked(model)):
         logits = model.head(model.embedding(ids))
         shifted(logits, target).backward()
         optimizer.step()
@@ -368,7 +374,7 @@ def test_heads_with_backward_hooks_return_full_logits():
     ids, target = example()
     model, seen = Model(shifted).double(), []
     model.head.register_full_backward_hook(lambda module, grads, outputs: seen.append(outputs[0].shape))
-    with chunked(model).running_step():
+    with running_step(chunked(model)):
         model(ids, target).backward()
     assert seen == [(SAMPLES, LENGTH, VOCABULARY)]
 
@@ -397,7 +403,7 @@ def test_evaluation_reports_nothing():
     ids, target = example()
     model = Model(shifted).double()
     losses = chunked(model, messages=messages)
-    with torch.no_grad(), losses.running_step():
+    with torch.no_grad(), running_step(losses):
         model.head(model.embedding(ids)).square().sum()
     assert not messages and losses.heads
     results(model, lambda model: model(ids, target), losses)
@@ -436,7 +442,7 @@ def test_no_full_logits_exist(reduction):
     size = ids.numel() * VOCABULARY * 8
     for num_chunks, expected in ((10, False), (None, True)):
         model = Model(lambda logits, target: shifted(logits, target, reduction=reduction).mean()).double()
-        context = chunked(model, num_chunks).running_step() if num_chunks else _nothing(None)
+        context = running_step(chunked(model, num_chunks)) if num_chunks else _nothing(None)
         with Largest() as largest, context:
             model(ids, target).backward()
         assert (largest.nbytes >= size / 2) == expected, (largest.nbytes, size)
@@ -460,7 +466,7 @@ def test_logits_are_freed_without_the_garbage_collector():
     model = Model(None).double()
     gc.disable()
     try:
-        with chunked(model).running_step():
+        with running_step(chunked(model)):
             hidden = model.embedding(ids)
             logits = model.head(hidden)
             loss = shifted(logits, target)

@@ -58,10 +58,7 @@ class DenseMLP:
 
 @torch.no_grad()
 def recognise(module: nn.Module) -> DenseMLP:
-    """Recognizes the structure of a dense MLP.
-
-    Args:
-        module: The user's module; it is not changed.
+    """Recognizes the structure of a dense MLP, which is not changed.
 
     Raises:
         NotAnMLP: It is no function of one tensor that keeps its shape and applies to each position separately; the
@@ -90,12 +87,7 @@ def recognise(module: nn.Module) -> DenseMLP:
 
 @torch.no_grad()
 def experts_of(dense: DenseMLP, modules: Sequence[nn.Module]) -> GroupedExperts:
-    """Stacks the weights of dense MLPs of one recognized structure into grouped experts.
-
-    Args:
-        dense: Structure of the MLPs.
-        modules: One per expert; the first one determines dtype and device.
-    """
+    """Stacks the weights of dense MLPs of one structure into grouped experts, with the first one's dtype and device."""
     *first, down = dense.matrices
     width, like = down.weight_of(modules[0]).shape[1], modules[0].get_parameter(down.weight)
     options: dict[str, Any] = {"gated": len(first) == 2, "activation": dense.activation, "bias": bool(down.bias)}

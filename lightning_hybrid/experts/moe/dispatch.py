@@ -40,17 +40,11 @@ def dispatch_all_pairs(experts: Tensor, weights: Tensor, counts: Tensor) -> Disp
 def dispatch_with_capacity(
     experts: Tensor, weights: Tensor, counts: Tensor, capacity: int, *, drop_by: DropBy, pad: bool
 ) -> Dispatch:
-    """Assigns at most ``capacity`` rows to each expert.
+    """Assigns at most ``capacity`` rows to each expert; experts by decreasing score and weights [T, k], counts [E].
 
-    Args:
-        experts: Of shape [T, k], by decreasing score.
-        weights: Of shape [T, k].
-        counts: Of shape [E], the pairs of each expert.
-        capacity: C.
-        drop_by: Priority of pairs: "position", the first choices of all tokens in their order, then the second choices
-            (GShard); "weight", the pairs of largest weight.
-        pad: Exactly C rows for each expert, so that no shape depends on data; unused rows are copies of some token's,
-            with weight 0.
+    Pairs have priority by "position", the first choices of all tokens in their order, then the second choices (GShard);
+    or by "weight", the largest. With ``pad`` each expert has exactly C rows, so that no shape depends on data; unused
+    rows are copies of some token's, with weight 0.
     """
     num_tokens, num_experts = experts.shape[0], counts.shape[0]
     # Pairs in the order of their priority: choice by choice, so that pair number p is of token p % T.

@@ -69,20 +69,10 @@ def grouped_mlp(
     activation: str,
     gated: bool,
 ) -> Tensor:
-    """Applies the MLP of each expert to its rows.
+    """Applies the MLP of each expert to its rows, of shape [P, D] and sorted by expert, P = the sum of counts [E].
 
-    Args:
-        rows: Of shape [P, D], sorted by expert.
-        counts: Integers of shape [E]: rows of each expert, P in all.
-        up: Of shape [E, H, D], or [E, 2H, D] if gated: first the input of the activation, then its multiplier.
-        up_bias: Of shape [E, H or 2H].
-        down: Of shape [E, O, H].
-        down_bias: Of shape [E, O].
-        activation: A key of ``ACTIVATIONS``.
-        gated: Whether the activation is multiplied by a second product.
-
-    Returns:
-        The results, of shape [P, O].
+    Of shape [E, H, D], or gated [E, 2H, D], ``up`` has first the input of the activation, then its multiplier; ``down``
+    is [E, O, H], and the biases are [E, H or 2H] and [E, O]. The results are of shape [P, O].
 
     Raises:
         ValueError: The counts do not sum to P.

@@ -110,19 +110,7 @@ def upcycle_mlp(
     noise: float,
     router_std: float,
 ) -> UpcycledMLP:
-    """Creates a mixture of experts from a dense MLP.
-
-    Args:
-        fqn: Its name, for messages.
-        module: The dense MLP, with its weights; it is not changed.
-        num_experts: Number of copies.
-        top_k: Experts per token, as in `MoE`.
-        capacity_factor: Capacity factor of `MoE`; None drops nothing.
-        balance_loss: Coefficient of the balance loss.
-        z_loss: Coefficient of the z-loss.
-        jitter: Noise on the router's inputs, in training.
-        noise: Standard deviation of the noise on each weight of every copy, relative to that of the weight itself.
-        router_std: Standard deviation of the router's initial weights.
+    """Creates a mixture of experts from a dense MLP, which has weights and is not changed; options as `MoEUpcycle`.
 
     Raises:
         ValueError: The module cannot be an expert, or has no weights yet.

@@ -19,6 +19,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,6 +37,24 @@ from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 Exchange = Callable[[Tensor, Tensor], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _TOKENS = 13  # tokens of each rank in a proof
+
+
+def is_float(value: Any) -> bool:
+    """Returns whether a value is a tensor of floating-point numbers."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def rows_and_counts(arguments: Mapping[str, Any], size: int) -> dict[str, str]:
+    """Returns the names of the arguments with "rows" and with their "counts" for ``size`` experts, if there are two."""
+
+    def is_counts(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return not is_float(value) and value.dim() == 1 and value.numel() == size
+        return isinstance(value, list) and len(value) == size and all(isinstance(number, int) for number in value)
+
+    rows = [name for name, value in arguments.items() if is_float(value) and value.dim() == 2]
+    counts = [name for name, value in arguments.items() if is_counts(value)]
+    return {"rows": rows[0], "counts": counts[0]} if len(rows) == len(counts) == 1 else {}
 
 
 class ExpertsAdapter(ABC):
@@ -217,9 +236,7 @@ class BatchedRows(_Batched):
 
     what = "stacked weights, called with rows by expert and their numbers"
 
-    @staticmethod
-    def _roles(arguments: Mapping[str, Any], size: int) -> dict[str, str]:
-        return rows_and_counts(arguments, size)
+    _roles = staticmethod(rows_and_counts)
 
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
         """Returns a small call with real data; some experts get no row, and on the last rank most."""
@@ -329,13 +346,10 @@ class ExpertList(ExpertsAdapter):
             self.again(forward)(*copies[0], **copies[1])
         return recorded
 
-    @contextlib.contextmanager
-    def _replaced_experts(self, module: nn.Module, result: Callable[..., Tensor]) -> Iterator[None]:
+    def _replaced_experts(self, module: nn.Module, result: Callable[..., Tensor]) -> AbstractContextManager[None]:
         numbers = {name: number for number, name in enumerate(self.names)}
         experts = {name: module.get_submodule(name) for name in self.names}
-        forwards = replaced_forwards(experts, lambda name, _: partial(result, numbers[name]), reason="calls of experts")
-        with forwards:
-            yield
+        return replaced_forwards(experts, lambda name, _: partial(result, numbers[name]), reason="calls of experts")
 
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
@@ -425,19 +439,6 @@ def stacked_experts(module: nn.Module) -> int:
     return sizes.pop() if len(sizes) == 1 and min(sizes) >= 2 else 0
 
 
-def rows_and_counts(arguments: Mapping[str, Any], size: int) -> dict[str, str]:
-    """Returns the names of the arguments with "rows" and with their "counts" for ``size`` experts, if there are two."""
-
-    def is_counts(value: Any) -> bool:
-        if isinstance(value, Tensor):
-            return not is_float(value) and value.dim() == 1 and value.numel() == size
-        return isinstance(value, list) and len(value) == size and all(isinstance(number, int) for number in value)
-
-    rows = [name for name, value in arguments.items() if is_float(value) and value.dim() == 2]
-    counts = [name for name, value in arguments.items() if is_counts(value)]
-    return {"rows": rows[0], "counts": counts[0]} if len(rows) == len(counts) == 1 else {}
-
-
 def _have_same_structure(modules: Sequence[nn.Module]) -> bool:
     structures = {(type(m), tuple((n, p.shape) for n, p in m.named_parameters())) for m in modules}
     has_hooks = any(inner._forward_hooks or inner._forward_pre_hooks for m in modules for inner in m.modules())
@@ -465,11 +466,6 @@ def bound_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
     named = {name: value for name, value in list(matched.arguments.items())[1:] if kinds[name] not in variadic}
     others = [value for name, value in matched.arguments.items() if kinds[name] in variadic and value]
     return {} if others else named
-
-
-def is_float(value: Any) -> bool:
-    """Returns whether a value is a tensor of floating-point numbers."""
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 # Mutable global: adapters must be registered on every rank before a strategy is set up.

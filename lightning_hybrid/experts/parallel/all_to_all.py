@@ -39,26 +39,24 @@ class ExpertAllToAll:
     def run(self, rows: Tensor, counts: Tensor, compute: Compute, *, trains: bool) -> Tensor:
         """Computes each row on the rank that has its expert; collective.
 
-        Args:
-            rows: Of shape [P, D], sorted by expert; rows after the counted ones are ignored.
-            counts: Of shape [E], the number of rows of each expert.
-            compute: Applies the experts of this rank; also called with no rows, to get the shape of the result.
-            trains: Whether a gradient is required; the same on every rank.
-
-        Returns:
-            The results, of shape [sum of counts, D'], in the order of ``rows``.
+        Rows [P, D] are sorted by expert, of which there are ``counts`` [E]; others after them are ignored. ``compute``
+        is also called with no rows, to get the shape of its result. ``trains``, whether a gradient is required, is the
+        same on every rank. The results, [sum of counts, D'], are in the order of the rows.
         """
         size, rank = self._group.size(), self._group.rank()
         all_counts = [torch.empty_like(counts) for _ in range(size)]
         dist.all_gather(all_counts, counts.contiguous(), group=self._group)
         num_local = counts.numel() // size
         numbers = torch.stack(all_counts).view(size, size, num_local).tolist()  # [source][owner][expert of the owner]
-        sent, received = numbers[rank], [by_owner[rank] for by_owner in numbers]
+        sent, received = numbers[rank], [of_source[rank] for of_source in numbers]
         rows = rows[: sum(map(sum, sent))]
         bounds = _chunk_bounds(num_local, self._chunks)
+        by_owner = [[sum(n[first:end]) for first, end in bounds] for n in sent]  # [owner][chunk]
+        by_chunk = list(zip(*by_owner, strict=True))
+        chunks = _transpose(rows, by_owner).split(list(map(sum, by_chunk))) if len(bounds) > 1 else [rows]
         dispatches = []
-        for chunk, (first, end) in zip(_split_by_chunk(rows, sent, bounds), bounds, strict=True):
-            message = _AsyncAllToAll(self, [sum(n[first:end]) for n in sent], [sum(n[first:end]) for n in received])
+        for chunk, to_send, (first, end) in zip(chunks, by_chunk, bounds, strict=True):
+            message = _AsyncAllToAll(self, to_send, [sum(n[first:end]) for n in received])
             dispatches.append((message, message.launch(chunk, trains)))
         returns = []
         for (message, arriving), (first, end) in zip(dispatches, bounds, strict=True):
@@ -69,7 +67,7 @@ class ExpertAllToAll:
             by_source = _transpose(out, [list(n) for n in zip(*sizes, strict=True)])
             returns.append((reverse, reverse.launch(by_source, trains)))
         outs = [message.wait_for(arriving) for message, arriving in returns]
-        return _merge_chunks(outs, sent, bounds)
+        return _transpose(torch.cat(outs), by_chunk) if len(outs) > 1 else outs[0]
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, dist.Work | None]:
         """Launches an all-to-all of rows; returns a buffer, of shape [sum of received, D], and the work to await."""
@@ -166,29 +164,8 @@ def _chunk_bounds(num_experts: int, chunks: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _split_by_chunk(rows: Tensor, sent: Sequence[Sequence[int]], bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Returns the rows of each chunk, sorted by owner rank and expert."""
-    if len(bounds) == 1:
-        return [rows]
-    pieces = rows.split([sum(n[first:end]) for n in sent for first, end in bounds])
-    return [torch.cat(pieces[number :: len(bounds)]) for number in range(len(bounds))]
-
-
-def _merge_chunks(outs: Sequence[Tensor], sent: Sequence[Sequence[int]], bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """Inverts ``_split_by_chunk``."""
-    if len(outs) == 1:
-        return outs[0]
-    by_chunk = [out.split([sum(n[first:end]) for n in sent]) for out, (first, end) in zip(outs, bounds, strict=True)]
-    return torch.cat([pieces[owner] for owner in range(len(sent)) for pieces in by_chunk])
-
-
 def _transpose(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Reorders blocks of rows from order (a, b) to order (b, a).
-
-    Args:
-        rows: [R, D], blocks in order (a, b).
-        sizes: Number of rows of each block, ``sizes[a][b]``.
-    """
+    """Reorders blocks of rows [R, D] from order (a, b) to order (b, a); block (a, b) has ``sizes[a][b]`` rows."""
     if sum(any(row) for row in sizes) <= 1 or len(sizes[0]) == 1:
         return rows
     pieces = rows.split([size for row in sizes for size in row])

@@ -34,6 +34,7 @@ from lightning_hybrid.experts.parallel.adapters import (
     candidate_adapters,
     rows_and_counts,
 )
+from lightning_hybrid.experts.parallel.find import modules_in
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.predict.costs.layers import Routing
 from lightning_hybrid.step.objects.modules import tied_parameters
@@ -60,13 +61,7 @@ class ExpertCosts:
     def watching(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
         """Run the experts inside of units so, while a recording inside runs each unit as one operation."""
         self._found.clear()
-        inside = {
-            f"{fqn}.{name}" if name else fqn: module
-            for fqn, unit in units.items()
-            for name, module in unit.named_modules()
-            if any(True for _ in module.parameters())
-        }
-        with replaced_forwards(inside, partial(partial, self._run), reason="costs of experts"):
+        with replaced_forwards(modules_in(units), partial(partial, self._run), reason="costs of experts"):
             yield
 
     def sets(self, units: Mapping[str, nn.Module]) -> dict[str, tuple[Routing, ...]]:

@@ -55,14 +55,8 @@ class ExpertCalls:
     @contextlib.contextmanager
     def watching(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
         """Records the calls of all modules in ``units``, which the recording of a step inside runs as one operation."""
-        inside = {
-            f"{fqn}.{name}" if name else fqn: module
-            for fqn, unit in units.items()
-            for name, module in unit.named_modules()
-            if any(True for _ in module.parameters())
-        }
         recorded = partial(partial, self._recorded_call)
-        with without_deduplication(units), replaced_forwards(inside, recorded, reason="calls of experts"):
+        with without_deduplication(units), replaced_forwards(modules_in(units), recorded, reason="calls of experts"):
             yield
         self._same_inputs = {fqn: id(tensor) for fqn, tensor in self._inputs.items()}
         self._inputs = {}
@@ -79,13 +73,9 @@ class ExpertCalls:
     def find(
         self, root: nn.Module, size: int, tensor_size: int = 1, why_unsharded: Callable[[str], str] = lambda fqn: ""
     ) -> FoundExperts:
-        """Finds the modules whose experts can be sharded over ``size`` ranks, or over tensor ranks.
+        """Finds the modules of a root with full parameters whose experts ``size`` ranks, or tensor ranks, can share.
 
-        Args:
-            root: The user's module, with full parameters.
-            size: Number of expert-parallel ranks.
-            tensor_size: Number of tensor ranks.
-            why_unsharded: Returns why a module (by FQN) cannot be sharded over tensor ranks; "" if it can.
+        ``why_unsharded`` returns why a module (by FQN) cannot be sharded over tensor ranks; "" if it can.
         """
         adapters: dict[str, ExpertsAdapter] = {}
         replicated: dict[str, str] = {}
@@ -141,6 +131,16 @@ class ExpertCalls:
         rows = [self._rows.get(f"{fqn}.{name}") for name in adapter.names]
         tokens = self._rows.get(fqn)
         return None not in rows and len(set(rows)) == 1 and tokens in (None, rows[0])
+
+
+def modules_in(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Returns the modules with parameters inside of units, by FQN."""
+    return {
+        f"{fqn}.{name}" if name else fqn: module
+        for fqn, unit in units.items()
+        for name, module in unit.named_modules()
+        if any(True for _ in module.parameters())
+    }
 
 
 def _without_data(tensor: Tensor) -> Tensor:

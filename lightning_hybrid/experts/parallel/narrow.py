@@ -69,11 +69,7 @@ class NarrowExperts:
         return why_not_same_program(wide, small, self._division, tensor_size)
 
     def width_of_copy(self, width: WidthSharding) -> WidthSharding:
-        """Returns a sharding over tensor ranks for the copy.
-
-        Raises:
-            ValueError: A piece cannot be divided.
-        """
+        """Returns a sharding over tensor ranks for the copy; a ValueError if a piece cannot be divided."""
         after = dict(self.module.named_parameters())
         placements = {name: shard.scaled_to(after[name].shape[shard.dim]) for name, shard in width.placements.items()}
         return replace(width, length=self._division.of(width.length), placements=placements)
@@ -162,62 +158,57 @@ class NarrowCopies:
         sizes: tuple[int, int],
         dtypes: tuple[torch.dtype, ...],
     ) -> None:
-        """Makes the first copy.
+        """Makes the first copy; of the types of floating numbers, the first one in which it runs is taken.
 
-        Args:
-            module: The module, with full parameters; its weights are not read.
-            adapter: Its adapter.
-            call: Recorded arguments of a call.
-            sizes: Number of expert-parallel ranks, and of tensor ranks.
-            dtypes: Types of floating numbers, to be tried in turn.
+        ``sizes`` are the numbers of expert-parallel ranks and of tensor ranks.
         """
-        self._reason = ""
-        self._arguments, self._tensor_size, self._dtypes = (module, adapter, call, sizes[0]), sizes[1], dtypes
-        is_large = sum(parameter.numel() for parameter in module.parameters()) >= LEAST_NUMEL
-        self._divisions = self._ordered_divisions() if is_large else []
-        self.current = self._next()
+        self._reason, is_large = "", sum(parameter.numel() for parameter in module.parameters()) >= LEAST_NUMEL
+        self._others = self._copies(module, adapter, call, sizes, dtypes) if is_large else iter(())
+        self.current = next(self._others, None)
 
-    def _ordered_divisions(self) -> list[Division]:
-        """Divisions, those whose shards have aligned rows first: kernels refuse others."""
-        module, adapter, call, _ = self._arguments
+    def _copies(
+        self, module: nn.Module, adapter: ExpertsAdapter, call: Call, sizes: tuple[int, int], dtypes: Any
+    ) -> Iterator[NarrowExperts]:
         try:
-            found = list(divisions(module, flatten(call)[0], self._tensor_size, {adapter.num_experts}))
+            found = _ordered_divisions(module, adapter, call, sizes[1])
         except Exception as error:
             self._reason = f"{type(error).__name__}: {error}"
-            return []
+            return
         self._reason = "" if found else "no width can be divided"
-        shapes = [parameter.shape[1:] for parameter in module.parameters() if parameter.dim() > 1]
-
-        def is_unlikely(division: Division) -> bool:
-            lengths = {division.of(n) for shape in shapes for n in shape if n in division.sizes}
-            return adapter.num_experts in lengths or any(n % (_ALIGNED * self._tensor_size) for n in lengths)
-
-        return sorted(found, key=is_unlikely)[:_MOST_COPIES]
-
-    def _next(self) -> NarrowExperts | None:
-        while self._divisions:
-            division = self._divisions.pop(0)
-            for dtype in self._dtypes:
+        for division in found:
+            for dtype in dtypes:
                 try:
-                    narrow = NarrowExperts(*self._arguments, division)
-                    difference = narrow.why_other_unsharded(dtype, self._tensor_size)
+                    narrow = NarrowExperts(module, adapter, call, sizes[0], division)
+                    difference = narrow.why_other_unsharded(dtype, sizes[1])
                 except Exception as error:
                     difference = f"{type(error).__name__}: {error}"
                 if not difference:
                     self._reason = ""
-                    return narrow
+                    yield narrow
+                    break
                 self._reason = self._reason or difference
-        return None
 
     def refuse(self, reason: str) -> None:
         """Goes on to the next copy, since the current one cannot take the place of the module."""
-        self.current = self._next()
+        self.current = next(self._others, None)
         self._reason = self._reason or reason
 
     @property
     def why_none(self) -> str:
         """Why no copy takes the place of the module; "" if one does, or the module is small."""
         return "" if self.current is not None else self._reason
+
+
+def _ordered_divisions(module: nn.Module, adapter: ExpertsAdapter, call: Call, tensor_size: int) -> list[Division]:
+    """Divisions, those whose shards have aligned rows first: kernels refuse others."""
+    shapes = [parameter.shape[1:] for parameter in module.parameters() if parameter.dim() > 1]
+
+    def is_unlikely(division: Division) -> bool:
+        lengths = {division.of(n) for shape in shapes for n in shape if n in division.sizes}
+        return adapter.num_experts in lengths or any(n % (_ALIGNED * tensor_size) for n in lengths)
+
+    found = divisions(module, flatten(call)[0], tensor_size, {adapter.num_experts})
+    return sorted(found, key=is_unlikely)[:_MOST_COPIES]
 
 
 class _FakeResults(TorchFunctionMode):

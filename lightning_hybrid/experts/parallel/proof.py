@@ -38,24 +38,12 @@ class ExpertsProof:
     """
 
     def __init__(self, module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, tensor_size: int = 1) -> None:
-        """Makes a narrow copy if the module is wide.
-
-        Args:
-            module: The user's module, with full parameters; it is not changed.
-            adapter: The adapter to prove.
-            call: Recorded arguments of a call of the module.
-            size: Number of expert-parallel ranks; with 1 the module's own code runs.
-            tensor_size: Number of tensor ranks.
-        """
+        """Makes a narrow copy if the module is wide; with ``size`` 1 (expert-parallel ranks) its own code runs."""
         self._module, self._adapter, self._call, self._size = module, adapter, call, size
         self.copies = NarrowCopies(module, adapter, call, (size, tensor_size), tuple(_TOLERANCES))
 
     def why_not_equivalent(self, width: WidthSharding = UNSHARDED) -> str:
-        """Compares the module with sharded experts to the full module; returns how they differ, "" if they do not.
-
-        Args:
-            width: Sharding of each expert over tensor ranks.
-        """
+        """Compares the module with sharded experts to the full module; returns how they differ, "" if they do not."""
         while (narrow := self.copies.current) is not None:
             try:
                 of_copy = narrow.width_of_copy(width)

@@ -41,10 +41,7 @@ class ExpertRanks:
         *,
         computes_ends_only: bool = False,
     ) -> None:
-        """Makes the shards; with ``size`` 1 the module's own code runs.
-
-        With ``computes_ends_only`` the first and the last rank compute, and results of others have no values.
-        """
+        """Makes the shards; with ``computes_ends_only``, results of ranks between the first and the last are empty."""
         self._computes_ends_only = computes_ends_only
         self.full, self._adapter, self.size, self.width = full, adapter, size, width
         self.placements = adapter.placements(full, size) if size > 1 else {}

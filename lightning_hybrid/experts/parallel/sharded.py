@@ -11,10 +11,10 @@ Then whatever sums, averages, accumulates, clips or reads gradients needs to kno
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
-from lightning_hybrid.experts.parallel.adapters import ExpertsAdapter
+from lightning_hybrid.experts.parallel.adapters import Exchange, ExpertsAdapter
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.params import store
 from lightning_hybrid.params.boxes import shard_of
@@ -52,20 +52,12 @@ def placements_of(
     return placements
 
 
-class ContextRows(Protocol):
-    """Context ranks among the expert-parallel ranks: layers see the rows of local positions, or replicated rows."""
+class ContextRows:
+    """Which rows a rank sends to experts; without context ranks, those that its layer computes."""
 
-    def sees_local_positions(self, names: Iterable[str]) -> bool:
-        """Returns whether the module with these parameters sees only this rank's positions in the current forward."""
-
-    def local_row_range(self, number: int) -> tuple[int, int]:
-        """Returns start and stop of this rank's shard of ``number`` rows."""
-
-    def shard_rows(self, rows: Tensor) -> Tensor:
-        """Returns this rank's shard of replicated rows, of shape [R, D]; the backward gathers all ranks' gradients."""
-
-    def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
-        """All-gathers ``number`` rows, of shape [number, D], from the shards of the ranks."""
+    def exchange_of(self, names: Collection[str], exchange: Exchange) -> Exchange:
+        """Returns how the module with these parameters exchanges its rows in the current forward."""
+        return exchange
 
 
 class ShardedExperts:
@@ -87,19 +79,12 @@ class ShardedExperts:
         replica_share: float,
         randomness: KeyedRandomness,
         guards: ReadGuards,
-        context: ContextRows | None = None,
+        context: ContextRows,
     ) -> None:
         """Prepares the modules before their parameters are sharded.
 
-        Args:
-            root: The user's module.
-            adapters: Adapters by FQN of the module.
-            sharding: Sharding of the parameters over the expert-parallel ranks.
-            chunks: Number of chunks of each rank's experts, whose messages overlap with computation.
-            replica_share: The share of one replica among those whose rows the experts of a rank compute.
-            randomness: Keyed random numbers of the modules.
-            guards: Guards of the run.
-            context: The context ranks, if there are several.
+        Messages of the ``chunks`` of each rank's experts overlap with computation. ``replica_share`` is the share of
+        one replica among those whose rows the experts of a rank compute.
         """
         self._context = context
         self._outside = OutsideLayerGuard("experts", GatherCallbacks(guards, self._refuse))
@@ -123,10 +108,6 @@ class ShardedExperts:
         """Returns the lists of experts, and other lists inside of the modules that route tokens to them."""
         inside = [inner for fqn in self.adapters for inner in self._root.get_submodule(fqn).modules()]
         return [inner for inner in inside if isinstance(inner, nn.ModuleList | nn.ModuleDict)]
-
-    def routing(self) -> frozenset[nn.Module]:
-        """Returns the modules whose code routes tokens to a list of experts; it runs twice, so that they meet."""
-        return frozenset(self._root.get_submodule(fqn) for fqn, each in self.adapters.items() if each.may_skip)
 
     def be_ready(self) -> None:
         """Collects the modules of this rank, once each parameter is this rank's local shard."""
@@ -152,11 +133,7 @@ class ShardedExperts:
             yield
 
     def _refuse(self, parameter: nn.Parameter) -> Tensor:
-        """Refuses a read of sharded experts outside of their layer: other ranks may not take part in a gather.
-
-        Raises:
-            StepError: Always.
-        """
+        """Refuses a read of sharded experts outside of their layer: other ranks may not take part in a gather."""
         named = [(name, p) for parameters in self._parameters.values() for name, p in parameters.items()]
         name = next(name for name, p in named if p is parameter)
         raise StepError(
@@ -189,18 +166,8 @@ class ShardedExperts:
             trains = trained or (torch.is_grad_enabled() and rows.requires_grad)
             return self.ranks.run(rows, counts, partial(self._compute, fqn, forward), trains=trains)
 
-        def exchange_share(rows: Tensor, counts: Tensor) -> Tensor:
-            """Exchanges a shard of rows that are replicated over context ranks: each row is computed only once."""
-            assert self._context is not None
-            number = int(counts.sum())
-            first, end = self._context.local_row_range(number)
-            ends = counts.cumsum(0)
-            local_counts = (ends.clamp(max=end) - (ends - counts).clamp(min=first)).clamp(min=0)
-            return self._context.unshard(exchange(self._context.shard_rows(rows[:number]), local_counts), number)
-
-        if self._context is None or self._context.sees_local_positions(self._parameters[fqn]):
-            return adapter.run(module, forward, args, kwargs, exchange)
-        return adapter.run(module, forward, args, kwargs, exchange_share)
+        exchanged = self._context.exchange_of(self._parameters[fqn], exchange)
+        return adapter.run(module, forward, args, kwargs, exchanged)
 
     def _compute(
         self, fqn: str, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
@@ -219,11 +186,7 @@ class ShardedExperts:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def check_equal_microbatches(self, num_microbatches: int) -> None:
-        """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks.
-
-        Raises:
-            UnequalMicrobatches: The numbers differ; raised on every rank.
-        """
+        """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks."""
         votes = on_group_device(torch.tensor([num_microbatches, -num_microbatches]), self.sharding.group)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.sharding.group)
         most, fewest = votes[0].item(), -votes[1].item()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from lightning_hybrid.params.placement import Piece, Shard
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.tensor.collectives import Ranks, enter, leave, sum_gradients
 
 _MAX_CANDIDATES = 48
 
@@ -139,29 +140,10 @@ def width_placements(root: nn.Module, widths: Mapping[str, WidthSharding]) -> di
     }
 
 
-class TensorRanks(Protocol):
-    """Collectives over the tensor ranks of sharded experts.
-
-    Attributes:
-        rank: Index of this rank.
-    """
-
-    rank: int
-
-    def enter(self, tensor: Tensor) -> Tensor:
-        """Identity on a replicated tensor of any shape; the backward all-reduces its gradient."""
-
-    def leave(self, tensor: Tensor) -> Tensor:
-        """All-reduces the ranks' addends, of one shape, in place."""
-
-    def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Identity on replicated tensors of any shapes; the backward all-reduces their gradients in one message."""
-
-
 class TensorShardedExperts:
     """Runs the modules of one rank whose experts are sharded over tensor ranks."""
 
-    def __init__(self, root: nn.Module, widths: Mapping[str, WidthSharding], ranks: TensorRanks) -> None:
+    def __init__(self, root: nn.Module, widths: Mapping[str, WidthSharding], ranks: Ranks) -> None:
         self._root, self._widths, self._ranks = root, widths, ranks
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -178,8 +160,11 @@ class TensorShardedExperts:
 
     def _run_local(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = self._root.get_submodule(fqn)
-        with self._widths[fqn].local_features(module, self._ranks.rank, self._ranks.sum_gradients):
+        with self._widths[fqn].local_features(module, self._ranks.rank, self._summed):
             return forward(*args, **kwargs)
+
+    def _summed(self, tensors: list[Tensor]) -> list[Tensor]:
+        return sum_gradients(tensors, [None] * len(tensors), self._ranks)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
@@ -187,6 +172,6 @@ class TensorShardedExperts:
         if trained:
             # Router weights may be float32 with rows in float64: addends of their gradients must not be rounded.
             dtype = max(trained, key=Tensor.numel).dtype
-            entered = {id(x): self._ranks.enter(x.to(torch.promote_types(x.dtype, dtype))) for x in trained}
+            entered = {id(x): enter(x.to(torch.promote_types(x.dtype, dtype)), self._ranks) for x in trained}
             args, kwargs = unflatten([entered.get(id(x), x) for x in leaves], spec)
-        return self._ranks.leave(forward(*args, **kwargs).clone())
+        return leave(forward(*args, **kwargs).clone(), self._ranks)

@@ -25,14 +25,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.recompute.profile import Interval, ProfiledRun, StepProfile
-from lightning_hybrid.memory.recompute.selective import NO_COSTS, LayerCosts, LayerRun, storage_bytes
+from lightning_hybrid.memory.live import LiveBytes
+from lightning_hybrid.memory.recompute.selective import (
+    NO_COSTS,
+    KeptResult,
+    LayerCosts,
+    LayerRun,
+    MeasuredRun,
+    plain_tensors,
+    storage_bytes,
+)
 
 # Parts of the bytes of a layer, up to which it may keep results of products.
 SHARES = tuple(tenths / 10 for tenths in range(1, 10))
@@ -40,6 +49,93 @@ EVERYTHING = len(SHARES) + 1  # the highest level; 0 keeps inputs alone
 _MAX_PROFILES = 8  # of a run: calls that none of them has seen are recomputed in full
 _SECONDS = 20.0  # after which the best choice so far is taken
 _GAP = 2e-3  # of the work, at which the search ends
+
+
+Kind = Literal["enter", "leave", "restore", "restored", "optimizer"]
+
+
+class ProfiledRun(MeasuredRun):
+    """One run of a layer that is recomputed in full.
+
+    Attributes:
+        fqn: Of the layer.
+        measured: Its costs, once its forward has ended.
+        bytes_before: That were alive before its forward.
+        forward_bytes: The peak of its forward if nothing that it saves is released, above what was alive before.
+    """
+
+    def __init__(self, profile: StepProfile, fqn: str, inputs: Iterable[Tensor]) -> None:
+        super().__init__(inputs)
+        self.fqn, self._profile = fqn, profile
+        self.measured, self._has_returned = NO_COSTS, False
+        self.bytes_before, self.forward_bytes = profile.live.now, 0
+        profile.mark("enter", self)
+
+    def returned(self, out: Any) -> None:
+        """Ends the forward."""
+        self.measured, self._has_returned = self.costs(plain_tensors(out)), True
+        self._profile.mark("leave", self)
+
+    def begin_repetition(self) -> dict[int, KeptResult]:
+        """Begins to repeat the forward, as the backward begins."""
+        if self._has_returned:
+            self._profile.mark("restore", self)
+        self._bytes = self._profile.live.now
+        return super().begin_repetition()
+
+    def end_repetition(self) -> None:
+        """Ends what `begin_repetition` began."""
+        super().end_repetition()
+        if self._has_returned:
+            self.forward_bytes = self._profile.live.peak - self._bytes
+            self._profile.mark("restored", self)
+
+
+class Interval(NamedTuple):
+    """The time after one event until the next one."""
+
+    kind: Kind | None  # of the event that begins it
+    run: ProfiledRun | None  # the layer's run that the event belongs to; None at the beginning, and for "optimizer"
+    peak: int  # the most bytes that were alive in it
+
+
+class StepProfile:
+    """Records training batches: a batch is cut into intervals by the events of its layers, each with its peak.
+
+    So microbatches in flight, gradients, messages and gathered parameters are in the numbers, under any schedule.
+
+    Attributes:
+        live: The mode under which they run.
+        intervals: In order, without the one that lasts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Records tensors of the type of ``device``."""
+        self.live = LiveBytes(device)
+        self.intervals: list[Interval] = []
+        self._last: tuple[Kind | None, ProfiledRun | None] = None, None
+        self._is_closed = False
+
+    def mark(self, kind: Kind | None, run: ProfiledRun | None = None) -> None:
+        """Ends an interval and begins the next one."""
+        if not self._is_closed:
+            self.intervals.append(Interval(*self._last, self.live.begin_interval()))
+            self._last = kind, run
+
+    def close(self) -> None:
+        """Ends the last interval, and records nothing more."""
+        self.mark(None)
+        self._is_closed = True
+
+    @property
+    def runs(self) -> list[ProfiledRun]:
+        """The runs of layers, in order."""
+        return [run for kind, run, _ in self.intervals if kind == "leave" and run is not None]
+
+    @property
+    def highest(self) -> Interval:
+        """The interval with the most bytes."""
+        return max(self.intervals, key=lambda interval: interval.peak)
 
 
 @dataclass(frozen=True)
@@ -103,6 +199,7 @@ class BudgetedLayers:
     Attributes:
         report: Of the latest profile; None before there is one.
         plans: By FQN of the layer.
+        allowed_bytes: Returns the bytes that this rank may use, from those that it uses between two steps.
     """
 
     is_agreed = False  # whether ranks take the same choices, whatever their inputs are
@@ -110,15 +207,8 @@ class BudgetedLayers:
     def __init__(
         self, device: torch.device, budget: Callable[[int], int], name: str = "recompute", *, in_full: bool = False
     ) -> None:
-        """Begins with layers that keep their inputs alone.
-
-        Args:
-            device: The compute device.
-            budget: Returns the bytes that this rank may use, from those that it uses between two steps.
-            name: The option and its value, for messages.
-            in_full: Whether layers keep everything or nothing, because they are compiled.
-        """
-        self._device, self._budget, self._name = device, budget, name
+        """Begins with layers that keep their inputs alone; compiled layers keep everything or nothing, ``in_full``."""
+        self._device, self.allowed_bytes, self._name = device, budget, name
         self._levels = (EVERYTHING,) if in_full else tuple(range(1, EVERYTHING + 1))
         self.plans: dict[str, LayerPlan] = {}
         self.report: BudgetReport | None = None
@@ -137,9 +227,8 @@ class BudgetedLayers:
     def begin_batch(self, tensors: Iterable[Tensor], other_bytes: int | None = None) -> None:
         """Profiles a batch; several batches between two steps of the optimizer make one profile.
 
-        Args:
-            tensors: Parameters, gradients, optimizer states and buffers, of any shape.
-            other_bytes: That an allocator counts as used; None where none counts them.
+        Tensors are parameters, gradients, optimizer states and buffers, of any shape; ``other_bytes`` are what an
+        allocator counts as used, if one counts them.
         """
         begins = self._profile is None
         self._profile = self._profile or StepProfile(self._device)
@@ -160,10 +249,7 @@ class BudgetedLayers:
             self._profile.mark("optimizer")
 
     def end_batch(self, *, has_stepped: bool) -> bool:
-        """Ends a batch; returns whether choices were made.
-
-        Args:
-            has_stepped: Whether the optimizer has stepped in it.
+        """Ends a batch, in which the optimizer may have stepped; returns whether choices were made.
 
         Raises:
             RecomputeError: The budget is below the floor.
@@ -199,14 +285,6 @@ class BudgetedLayers:
             raise error
         return levels
 
-    def allowed_bytes(self, before: int) -> int:
-        """Returns the bytes that this rank may use now, from the bytes that it uses.
-
-        Raises:
-            RecomputeError: The budget is a share, and the free memory is unknown.
-        """
-        return self._budget(before)
-
     def close(self) -> None:
         """Leaves the batch that is profiled, if there is one."""
         self._mode.close()
@@ -217,7 +295,7 @@ class BudgetedLayers:
         return run.fqn in self.plans and run.measured.input_bytes <= self.plans[run.fqn].input_bytes
 
     def _choose_from(self, profile: StepProfile) -> _Program:
-        budget, highest = self._budget(self._before), profile.highest
+        budget, highest = self.allowed_bytes(self._before), profile.highest
         if highest.peak > budget:
             raise RecomputeError(self._floor_message(budget, highest), entry="recompute-budget")
         program = _Program(profile, self._levels)
@@ -229,7 +307,7 @@ class BudgetedLayers:
         total = sum(run.measured.saved_bytes for run in runs)
         kept = sum(shares[run.fqn] * run.measured.saved_bytes for run in runs)
         recomputed = max(0.0, 1.0 - kept / total) if total else 0.0
-        budget, peak, floor = self._budget(self._before), program.peak(self.plans), program.floor
+        budget, peak, floor = self.allowed_bytes(self._before), program.peak(self.plans), program.floor
         return BudgetReport(budget, peak, floor, self._before, len(runs), shares, recomputed)
 
     def _floor_message(self, budget: int, highest: Interval) -> str:

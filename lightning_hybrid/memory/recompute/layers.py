@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.policies import Policy, is_selective
-from lightning_hybrid.memory.recompute.selective import SelectedResults, plain_tensors
+from lightning_hybrid.memory.recompute.selective import LayerRun, SelectedResults, plain_tensors
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.predict.ranks import SELECTIVE_SHARE
 from lightning_hybrid.step.objects.modules import copied, may_change
@@ -42,23 +43,17 @@ class Recomputation:
         keyed: bool = False,
         budget: BudgetedLayers | None = None,
     ) -> None:
-        """Selects the layers on this rank that are recomputed.
-
-        Args:
-            layers: Layers of the module on this rank, by FQN.
-            policies: Policy of each layer of the module, by FQN.
-            keyed: Random numbers are keyed, so that generator states need not be saved.
-            budget: As the attribute.
-        """
+        """Selects the layers on this rank that are recomputed; ``keyed`` random numbers need no generator states."""
         self._keyed = keyed
         self.budget = budget
         self.policies = dict(policies)
         self._layers = {fqn: layer for fqn, layer in layers.items() if policies[fqn] != "keep"}
-        self._selected: dict[str, SelectedResults] = {}
+        self._next_runs: dict[str, Callable[[list[Tensor]], LayerRun | None]] = {}  # of selective layers
         for fqn in self._layers:
             policy = self.policies[fqn]
             if is_selective(policy):
-                self._selected[fqn] = SelectedResults(policy if isinstance(policy, float) else SELECTIVE_SHARE)
+                chosen = SelectedResults(policy if isinstance(policy, float) else SELECTIVE_SHARE)
+                self._next_runs[fqn] = chosen.next_run if budget is None else partial(budget.next_run, fqn)
 
     def running(self) -> AbstractContextManager[None]:
         """Replaces the layers' forwards inside the context by checkpointed ones."""
@@ -68,11 +63,9 @@ class Recomputation:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            if fqn not in self._selected:
+            if fqn not in self._next_runs:
                 return self._checkpointed(fqn, forward, args, kwargs)
-            inputs = list(plain_tensors((args, kwargs)))
-            selected = self._selected[fqn]
-            layer_run = selected.next_run(inputs) if self.budget is None else self.budget.next_run(fqn, inputs)
+            layer_run = self._next_runs[fqn](list(plain_tensors((args, kwargs))))
             if layer_run is None:
                 return forward(*args, **kwargs)
             out = self._checkpointed(fqn, forward, args, kwargs, context_fn=layer_run.contexts)

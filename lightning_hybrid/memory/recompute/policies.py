@@ -32,14 +32,7 @@ def _is_policy(policy: Any) -> bool:
 
 
 def check_recompute(recompute: Any) -> None:
-    """Validates the ``recompute`` option.
-
-    Args:
-        recompute: A value that ``layer_policies`` accepts, or None.
-
-    Raises:
-        ValueError: The value is neither.
-    """
+    """Validates the ``recompute`` option: None, or a value that ``layer_policies`` accepts; else a ValueError."""
     if recompute is None or _is_policy(recompute) or parse_budget(recompute) is not None:
         return
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 1:
@@ -62,14 +55,12 @@ def _is_module_class(value: Any) -> bool:
 
 
 def layer_policies(recompute: Recompute | None, layers: Mapping[str, nn.Module]) -> dict[str, Policy]:
-    """Returns the policy of each layer by FQN.
+    """Returns the policy of each of the module's layers, in order, by FQN.
 
-    Args:
-        recompute: A policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective layer
-            saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``), or classes, of
-            layers that are recomputed; or these with a policy each: the last that matches a layer counts. With
-            a budget, all layers save the least until the budget chooses.
-        layers: All layers of the module by FQN, in order.
+    ``recompute`` is a policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective
+    layer saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``), or classes, of layers
+    that are recomputed; or these with a policy each: the last that matches a layer counts. With a budget, all layers
+    save the least until the budget chooses.
 
     Raises:
         RecomputeError: A pattern matches no layer, or no layer is of a class.

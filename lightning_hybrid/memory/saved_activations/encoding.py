@@ -56,89 +56,6 @@ def unpack_codes(packed: Tensor, bits: int, length: int) -> Tensor:
     return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)[:length]
 
 
-class TwoValues(NamedTuple):
-    """A tensor that holds at most two values."""
-
-    packed: Tensor  # one bit per value, uint8
-    values: Tensor  # the two values, of shape (2,)
-    length: int  # the number of values
-
-    def decode(self) -> Tensor:
-        """Returns the tensor, of shape (length,)."""
-        return self.values[unpack_codes(self.packed, 1, self.length).to(torch.int32)]
-
-
-def pack_two_values(flat: Tensor) -> TwoValues | None:
-    """Packs a tensor of shape (n,) if it holds at most two values; None if it holds more, or NaN."""
-    if flat.dtype == torch.bool:
-        values = torch.tensor([False, True], device=flat.device)
-        return TwoValues(pack_codes(flat.view(torch.uint8), 1), values, len(flat))
-    for part in (flat[:_SAMPLE], flat):
-        low, high = part.aminmax()
-        is_high = part == high
-        if not bool((is_high | (part == low)).all()):
-            return None
-    if bool(low == 0) and flat.is_floating_point() and bool(torch.signbit(flat).any()):
-        return None  # a zero of either sign
-    return TwoValues(pack_codes(is_high.view(torch.uint8), 1), torch.stack([low, high]), len(flat))
-
-
-def pack_integers(flat: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Packs integers of shape (n,): their distances from the smallest, in a smaller type, and the smallest.
-
-    Returns None if their range needs their own type.
-    """
-    if flat.dtype == torch.uint8 or flat.is_floating_point() or flat.is_complex() or not len(flat):
-        return None
-    low, high = (int(value) for value in flat.aminmax())
-    for dtype, limit in ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31)):
-        if high - low < limit and dtype.itemsize < flat.dtype.itemsize:
-            return (flat - low).to(dtype), flat.new_tensor(low)
-    return None
-
-
-def unpack_integers(codes: Tensor, low: Tensor) -> Tensor:
-    """Returns the integers, of shape (n,), from the results of ``pack_integers``."""
-    return codes.to(low.dtype) + low
-
-
-# Quantization of a tensor in groups, with stochastic rounding (ActNN, Chen et al. 2021, section 4.1).
-# Each group of 256 neighbours in memory has its minimum and maximum, and 2^bits levels between them. A value is rounded
-# up with the probability of its distance from the level below, so that its expectation is the value itself, and that of
-# a gradient that is linear in it is the exact gradient.
-
-
-def quantize(flat: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Quantizes a tensor; a group with a value that is not finite becomes NaN.
-
-    Args:
-        flat: Floating point, of shape (n,).
-        bits: Of a value: 1, 2, 4 or 8.
-        generator: Draws the rounding; on the tensor's device.
-
-    Returns:
-        The packed codes, uint8 of one dimension; for each group its minimum and the distance of two levels, float32 of
-        shape (2 * ceil(n / 256),).
-    """
-    values = flat.to(torch.float32)
-    if missing := -len(flat) % GROUP:
-        values = functional.pad(values[None], (0, missing), mode="replicate")[0]
-    groups = values.view(-1, GROUP)
-    low, high = torch.aminmax(groups, dim=1, keepdim=True)
-    step = (high - low) / (2**bits - 1)
-    levels = torch.rand(groups.shape, generator=generator, device=flat.device)
-    levels.add_((groups - low).mul_(torch.where(step == 0, 0, 1 / step))).floor_().clamp_(0, 2**bits - 1)
-    return pack_codes(levels.to(torch.uint8).view(-1), bits), torch.cat([low, step], dim=1).view(-1)
-
-
-def dequantize(codes: Tensor, scales: Tensor, bits: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Returns the values of shape (length,), from the results of ``quantize``."""
-    pairs = scales.view(-1, 2)
-    levels = unpack_codes(codes, bits, len(pairs) * GROUP).view(-1, GROUP)
-    values = torch.addcmul(pairs[:, :1], levels.to(torch.float32), pairs[:, 1:])
-    return values.view(-1)[:length].to(dtype)
-
-
 class Encoded(NamedTuple):
     """An encoded tensor: its parts, and the function that makes it, of shape (n,), from them."""
 
@@ -158,6 +75,72 @@ def as_it_is(flat: Tensor) -> Encoded:
 
 def _same(flat: Tensor) -> Tensor:
     return flat
+
+
+def pack_two_values(flat: Tensor) -> Encoded | None:
+    """Packs a tensor of shape (n,) if it holds at most two values; None if it holds more, or NaN."""
+    if flat.dtype == torch.bool:
+        is_high, values = flat, torch.tensor([False, True], device=flat.device)
+    else:
+        for part in (flat[:_SAMPLE], flat):
+            low, high = part.aminmax()
+            is_high = part == high
+            if not bool((is_high | (part == low)).all()):
+                return None
+        if bool(low == 0) and flat.is_floating_point() and bool(torch.signbit(flat).any()):
+            return None  # a zero of either sign
+        values = torch.stack([low, high])
+    return Encoded((pack_codes(is_high.view(torch.uint8), 1), values), partial(_two_values, length=len(flat)))
+
+
+def _two_values(packed: Tensor, values: Tensor, length: int) -> Tensor:
+    return values[unpack_codes(packed, 1, length).to(torch.int32)]
+
+
+def pack_integers(flat: Tensor) -> Encoded | None:
+    """Packs integers of shape (n,) as distances from the smallest; None if their range needs their own type."""
+    if flat.dtype == torch.uint8 or flat.is_floating_point() or flat.is_complex() or not len(flat):
+        return None
+    low, high = (int(value) for value in flat.aminmax())
+    for dtype, limit in ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31)):
+        if high - low < limit and dtype.itemsize < flat.dtype.itemsize:
+            return Encoded(((flat - low).to(dtype), flat.new_tensor(low)), _integers)
+    return None
+
+
+def _integers(codes: Tensor, low: Tensor) -> Tensor:
+    return codes.to(low.dtype) + low
+
+
+# Quantization of a tensor in groups, with stochastic rounding (ActNN, Chen et al. 2021, section 4.1).
+# Each group of 256 neighbours in memory has its minimum and maximum, and 2^bits levels between them. A value is rounded
+# up with the probability of its distance from the level below, so that its expectation is the value itself, and that of
+# a gradient that is linear in it is the exact gradient.
+
+
+def quantize(flat: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Quantizes floating-point numbers of shape (n,); a group with a value that is not finite becomes NaN.
+
+    Returns the packed codes, uint8 of one dimension; for each group its minimum and the distance of two levels, float32
+    of shape (2 * ceil(n / 256),).
+    """
+    values = flat.to(torch.float32)
+    if missing := -len(flat) % GROUP:
+        values = functional.pad(values[None], (0, missing), mode="replicate")[0]
+    groups = values.view(-1, GROUP)
+    low, high = torch.aminmax(groups, dim=1, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    levels = torch.rand(groups.shape, generator=generator, device=flat.device)
+    levels.add_((groups - low).mul_(torch.where(step == 0, 0, 1 / step))).floor_().clamp_(0, 2**bits - 1)
+    return pack_codes(levels.to(torch.uint8).view(-1), bits), torch.cat([low, step], dim=1).view(-1)
+
+
+def dequantize(codes: Tensor, scales: Tensor, bits: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Returns the values of shape (length,), from the results of ``quantize``."""
+    pairs = scales.view(-1, 2)
+    levels = unpack_codes(codes, bits, len(pairs) * GROUP).view(-1, GROUP)
+    values = torch.addcmul(pairs[:, :1], levels.to(torch.float32), pairs[:, 1:])
+    return values.view(-1)[:length].to(dtype)
 
 
 class ExponentialWatch(TorchFunctionMode):
@@ -189,25 +172,19 @@ def role_of(tensor: Tensor) -> Role:
 
 
 def encode(flat: Tensor, role: Role, *, in_graph: bool, bits: int, generator: Callable[[], torch.Generator]) -> Encoded:
-    """Encodes a tensor, which may stay as it is.
+    """Encodes a tensor of shape (n,), which may stay as it is.
 
-    Args:
-        flat: Of shape (n,).
-        role: What the backward needs of it.
-        in_graph: Whether autograd has computed it from parameters, so that it is no data, mask or statistic.
-        bits: Of a quantized value; 0 quantizes nothing.
-        generator: Returns the generator of the rounding.
+    ``in_graph``: autograd has computed it from parameters, so that it is no data, mask or statistic. With ``bits`` 0
+    nothing is quantized.
     """
     if role == "sign":
         # NaN is no zero: the backward of ReLU passes its gradient.
         packed = pack_codes((~(flat <= 0)).view(torch.uint8), 1)
         return Encoded((packed,), partial(_signs, length=len(flat), dtype=flat.dtype))
     if not flat.is_floating_point() and not flat.is_complex() and flat.dtype != torch.bool:
-        integers = pack_integers(flat)
-        return Encoded(integers, unpack_integers) if integers else as_it_is(flat)
+        return pack_integers(flat) or as_it_is(flat)
     if flat.dtype == torch.bool or (flat.dtype in _QUANTIZED and not in_graph):
-        two = pack_two_values(flat)
-        return Encoded((two.packed, two.values), partial(_two_values, length=len(flat))) if two else as_it_is(flat)
+        return pack_two_values(flat) or as_it_is(flat)
     if flat.dtype not in _QUANTIZED or role == "exact" or not bits:
         return as_it_is(flat)
     parts = quantize(flat, bits, generator())
@@ -216,7 +193,3 @@ def encode(flat: Tensor, role: Role, *, in_graph: bool, bits: int, generator: Ca
 
 def _signs(packed: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return unpack_codes(packed, 1, length).to(dtype)
-
-
-def _two_values(packed: Tensor, values: Tensor, length: int) -> Tensor:
-    return TwoValues(packed, values, length).decode()

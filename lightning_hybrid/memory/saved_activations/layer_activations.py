@@ -39,8 +39,6 @@ from lightning_hybrid.memory.saved_activations.requests import Compression
 from lightning_hybrid.memory.saved_activations.storage import (
     KeptStorage,
     OnDevice,
-    Place,
-    Placed,
     SavedTensor,
     SavedView,
     StoredStorage,
@@ -61,7 +59,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 class Moving:
     """Where saved tensors are moved to, and which share of them."""
 
-    place: Place  # where to
+    place: InPlace  # where to
     min_bytes: int  # of a storage that is moved
     shares: Mapping[str, float]  # share of the bytes that is moved, by layer
 
@@ -217,7 +215,7 @@ class LayerActivations:
         encoded = self._encoded(flat, role, tensor.requires_grad, run)
         is_moved = self._is_moved(storage.nbytes(), run)
         self.bytes.saved += storage.nbytes()
-        parts: list[Placed] = []
+        parts: list[OnDevice] = []
         for part in encoded.parts:
             if is_moved and (encoded.is_same or part.nbytes >= _MIN_MOVED_PART):
                 parts.append(self._moving.place.put(part, tensor if encoded.is_same else part))

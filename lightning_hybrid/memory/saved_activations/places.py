@@ -26,19 +26,38 @@ _NUM_THREADS = 2
 _MOST_UNCOPIED = 256 << 20  # whose copies may still run while their device memory is held
 
 
-class ActivationFile:
+class CpuTensor(OnDevice):
+    """One tensor of the CPU, in its own memory."""
+
+    def __init__(self, tensor: Tensor, original: Tensor) -> None:
+        super().__init__(tensor)
+        self.unchanged = Unchanged(original)
+
+    def bytes_on_host(self) -> Tensor:
+        """Returns it on the host, of shape (n,)."""
+        return self._tensor
+
+    def was_written(self) -> None:
+        """Notes that there is a copy of it."""
+        self.unchanged.seal()
+
+
+class InPlace:
+    """The memory of the CPU, from which a file is written and to which it is read."""
+
+    def put(self, tensor: Tensor, original: Tensor) -> OnDevice:
+        """Starts to move a tensor of shape (n,).
+
+        ``original`` is a tensor in the same memory, of any shape: it must not be written to before that has ended.
+        """
+        return CpuTensor(tensor, original)
+
+
+class ActivationFile(InPlace):
     """The file of one rank."""
 
-    def __init__(self, folder: str | Path, host: HostMemory | InPlace | None = None) -> None:
-        """Creates the file.
-
-        Args:
-            folder: Where it is; created if it is missing.
-            host: Copies from and to the device, if that is not the CPU.
-
-        Raises:
-            OffloadError: It cannot be created.
-        """
+    def __init__(self, folder: str | Path, host: InPlace | None = None) -> None:
+        """Creates the file, or raises an `OffloadError`; ``host`` copies from and to a device that is not the CPU."""
         host = host or InPlace()
         self._host, self._folder = host, folder
         try:
@@ -57,10 +76,7 @@ class ActivationFile:
         self._pending_bytes = 0
 
     def put(self, tensor: Tensor, original: Tensor) -> FileTensor:
-        """Starts to write a tensor of shape (n,); waits where too many bytes are yet to be written.
-
-        ``original`` is a tensor in the same memory, of any shape: it must not be written to before that.
-        """
+        """Starts to write a tensor of shape (n,); waits where too many bytes are yet to be written."""
         saved = FileTensor(self, self._host.put(tensor, original), tensor)
         saved.writing = self._writers.submit(saved.write)
         self._pending.append(saved)
@@ -131,15 +147,15 @@ class ActivationFile:
         self._file.close()
 
 
-class FileTensor:
+class FileTensor(OnDevice):
     """One tensor in the file, or on its way there."""
 
     writing: Future[None]
 
-    def __init__(self, file: ActivationFile, source: HostTensor | CpuTensor, tensor: Tensor) -> None:
+    def __init__(self, file: ActivationFile, source: Any, tensor: Tensor) -> None:
         self._file, self._device = file, tensor.device
         self._dtype, self._length, self.nbytes = tensor.dtype, len(tensor), tensor.nbytes
-        self._source: HostTensor | CpuTensor | None = source  # until it is written
+        self._source: CpuTensor | None = source  # until it is written
         self._unchanged = source.unchanged
         self._region: tuple[int, int] | None = None
         self._reading: Future[Tensor] | None = None
@@ -204,37 +220,13 @@ class FileTensor:
             self._file.free(*region)
 
 
-class CpuTensor(OnDevice):
-    """One tensor of the CPU, in its own memory."""
-
-    def __init__(self, tensor: Tensor, original: Tensor) -> None:
-        super().__init__(tensor)
-        self.unchanged = Unchanged(original)
-
-    def bytes_on_host(self) -> Tensor:
-        """Returns it, of shape (n,)."""
-        return self._tensor
-
-    def was_written(self) -> None:
-        """Notes that there is a copy of it."""
-        self.unchanged.seal()
-
-
-class InPlace:
-    """The memory of the CPU, from which a file is written and to which it is read."""
-
-    def put(self, tensor: Tensor, original: Tensor) -> CpuTensor:
-        """Keeps a tensor of shape (n,), in the memory of ``original``."""
-        return CpuTensor(tensor, original)
-
-
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Returns the memory of a tensor of shape (n,) on the host."""
     content: Any = tensor.view(torch.uint8).numpy()
     return memoryview(content)
 
 
-class HostMemory:
+class HostMemory(InPlace):
     """Moves tensors of one CUDA device to the host and back."""
 
     def __init__(self, device: torch.device) -> None:
@@ -243,13 +235,9 @@ class HostMemory:
         self._pending_bytes = 0
 
     def put(self, tensor: Tensor, original: Tensor) -> HostTensor:
-        """Starts to copy a tensor of shape (n,) to the host.
-
-        Its memory is free on the compute stream after that. ``original`` is a tensor in the same memory, of any shape:
-        it must not be written to before that.
-        """
+        """Starts to copy a tensor of shape (n,); its memory is free on the compute stream after that."""
         [host], copied = self._copies.to_host([tensor])
-        saved = HostTensor(self, host, copied, tensor, Unchanged(original))
+        saved = HostTensor(tensor, original, self, host, copied)
         self._pending.append(saved)
         self._pending_bytes += tensor.nbytes
         self._free_copied()
@@ -270,14 +258,14 @@ class HostMemory:
         return self._copies.to_device(host, copied)
 
 
-class HostTensor:
+class HostTensor(CpuTensor):
     """One tensor in host memory, or on its way there."""
 
     def __init__(
-        self, memory: HostMemory, host: Tensor, copied: torch.cuda.Event, source: Tensor, unchanged: Unchanged
+        self, source: Tensor, original: Tensor, memory: HostMemory, host: Tensor, copied: torch.cuda.Event
     ) -> None:
-        self.host, self.copied, self.unchanged = host, copied, unchanged
-        self._memory = memory
+        super().__init__(host, original)
+        self.host, self.copied, self._memory = host, copied, memory
         self._source: Tensor | None = source
         self._fetched: tuple[Tensor, torch.cuda.Event] | None = None
 
@@ -311,6 +299,3 @@ class HostTensor:
 
     def was_written(self) -> None:
         """Does nothing: its content is on the host, and nothing writes to that."""
-
-    def release(self) -> None:
-        """Does nothing: torch reuses the memory once nothing refers to it."""

@@ -44,12 +44,9 @@ class Offload:
     def share_of_layers(
         self, layers: Mapping[str, int], all_layers: Collection[str], in_flight: Sequence[int]
     ) -> dict[str, float]:
-        """Returns the share of the saved bytes to offload, by layer.
+        """Returns the share of the saved bytes to offload, by layer of this rank, whose stages are given by FQN.
 
-        Args:
-            layers: The stage of each layer of this rank, by FQN.
-            all_layers: FQNs of the layers of all ranks.
-            in_flight: The most microbatches between their forward and their backward, by stage.
+        ``in_flight`` are the most microbatches between their forward and their backward, by stage.
 
         Raises:
             ActivationError: A pattern matches no layer, or there is not one share for each stage.

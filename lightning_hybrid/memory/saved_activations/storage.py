@@ -6,7 +6,6 @@ With hooks on saved tensors torch does not check whether one was written to mean
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,41 +14,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 _AHEAD = 4  # storages that are fetched before the backward needs them
 
 
-class Placed(Protocol):
-    """A tensor of shape (n,) that is on its device, or somewhere else."""
+class OnDevice:
+    """A tensor of shape (n,) that stays where it is; in derived classes, one that is somewhere else."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
 
     def prefetch(self) -> None:
         """Starts to fetch it."""
 
     def get(self) -> Tensor:
         """Returns it on its device, of shape (n,)."""
-
-    def release(self) -> None:
-        """Gives its space back."""
-
-
-class Place(Protocol):
-    """Where tensors are moved to."""
-
-    def put(self, tensor: Tensor, original: Tensor) -> Placed:
-        """Starts to move a tensor of shape (n,), which shares its memory with ``original``."""
-
-
-class OnDevice:
-    """A tensor of shape (n,) that stays where it is."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def prefetch(self) -> None:
-        """Does nothing: it is there."""
-
-    def get(self) -> Tensor:
-        """Returns it, of shape (n,)."""
         return self._tensor
 
     def release(self) -> None:
-        """Does nothing: torch reuses the memory once nothing refers to it."""
+        """Gives its space back; torch reuses memory once nothing refers to it."""
 
 
 class StoredStorage:
@@ -58,17 +37,13 @@ class StoredStorage:
     def __init__(
         self,
         original: Tensor,
-        parts: tuple[Placed, ...],
+        parts: tuple[OnDevice, ...],
         decode: Callable[..., Tensor],
         previous: Callable[[], StoredStorage | None],
     ) -> None:
-        """Set up for a tensor.
+        """Takes the tensor that has the storage, its encoded parts, and the function that makes (n,) from them.
 
-        Args:
-            original: Whose storage it is.
-            parts: The encoded content.
-            decode: Makes the tensor of shape (n,) from the parts on the device.
-            previous: Returns the one saved before, which a backward needs after this one, while it is there.
+        ``previous`` returns the one saved before, which a backward needs after this one, while it is there.
         """
         # As long as this reference exists, torch uses the address of the storage for no other.
         self._storage = StorageWeakRef(original.untyped_storage())
@@ -76,7 +51,7 @@ class StoredStorage:
         self._flat: Tensor | None = None
         self._exact: Tensor | None = None
         self._uses_exact = False
-        self.is_moved = any(not isinstance(part, OnDevice) for part in parts)
+        self.is_moved = any(type(part) is not OnDevice for part in parts)
 
     def keep_exact(self, exact: Tensor | None) -> None:
         """Keeps the tensor without encoding, of shape (n,), while a gradient's error is measured; None drops it."""

@@ -17,7 +17,7 @@ from lightning_hybrid.memory.recompute.policies import Policy
 from lightning_hybrid.params.placement import shard_tensor
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.techniques.experts import ExpertParallel, ExpertTensorRanks
+from lightning_hybrid.techniques.experts import ExpertParallel
 from lightning_hybrid.techniques.technique import Messages, Operation
 from lightning_hybrid.techniques.tensor import TensorParallel
 from lightning_hybrid.tensor.collectives import Collective, CountedRanks
@@ -132,7 +132,7 @@ def _shard_experts(
             full = unit.get_submodule(name).get_parameter(parameter)
             shard = shard_tensor(full.detach(), placement, ranks.rank, ranks.size)
             parameters[parameter] = nn.Parameter(shard, requires_grad=full.requires_grad)
-    experts, stack = TensorShardedExperts(unit, widths, ExpertTensorRanks(ranks)), ExitStack()
+    experts, stack = TensorShardedExperts(unit, widths, ranks), ExitStack()
     stack.enter_context(experts.local_widths())
     stack.enter_context(experts.running())
     return stack

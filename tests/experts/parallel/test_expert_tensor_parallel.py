@@ -12,6 +12,7 @@ from lightning_hybrid.experts.parallel.find import ExpertCalls
 from lightning_hybrid.experts.parallel.proof import ExpertsProof
 from lightning_hybrid.experts.parallel.width import TensorShardedExperts, WidthSharding
 from lightning_hybrid.params.placement import Piece, Shard, shard_tensor
+from lightning_hybrid.tensor.collectives import CountedRanks
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of
 from models.mixtures import WIDTH, GptOss, Mixtral
@@ -115,15 +116,6 @@ def test_indivisible_experts_stay_full(build, size, reason):
     assert re.search(reason, found.unsharded_widths["inner"]), found.unsharded_widths
 
 
-class OneOfTwo:
-    """A tensor rank whose partner's addend is nothing."""
-
-    def __init__(self, rank):
-        self.rank = rank
-        self.enter = self.leave = lambda tensor: tensor
-        self.sum_gradients = list
-
-
 def test_module_is_unchanged_and_later_ranks_omit_biases():
     module = GroupedExperts(4, WIDTH, 8, bias=True)
     root = Around(module)
@@ -135,7 +127,7 @@ def test_module_is_unchanged_and_later_ranks_omit_biases():
     for rank in range(2):
         for name, placement in width.placements.items():
             module.get_parameter(name).data = shard_tensor(full[name], placement, rank, 2)
-        cut_widths = TensorShardedExperts(root, {"inner": width}, OneOfTwo(rank))
+        cut_widths = TensorShardedExperts(root, {"inner": width}, CountedRanks(rank, 2))
         with cut_widths.local_widths(), cut_widths.running():
             outs.append(root(*given))
     assert "forward" not in module.__dict__
