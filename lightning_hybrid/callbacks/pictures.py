@@ -25,10 +25,11 @@ Series = dict[str, list[tuple[int, float]]]  # (step, value) by the name of the 
 def gather_rows(row: Tensor, strategy: Any) -> Tensor:
     """Gathers the rows of all ranks on the host, (n,) -> (ranks, n); collective over all ranks."""
     group, size = _all_ranks(strategy)
+    if size == 1:
+        return row[None].cpu()
     row = row.to(strategy.root_device)
-    rows = [torch.empty_like(row) for _ in range(size)] if size > 1 else [row]
-    if size > 1:
-        dist.all_gather(rows, row, group=group)
+    rows = [torch.empty_like(row) for _ in range(size)]
+    dist.all_gather(rows, row, group=group)
     return torch.stack(rows).cpu()
 
 

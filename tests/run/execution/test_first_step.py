@@ -221,7 +221,7 @@ def test_correct_step_passes_and_is_unchanged(worlds, module, layout):
     [
         (Tied, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, 1e-14),
         (Single, {}, 1e-5),
-        (Single, {"precision": "bf16-mixed"}, 1e-2),
+        (Single, {"precision": "bf16-mixed"}, 4e-2),
         pytest.param(Single, {"precision": "bf16-true"}, 1e-1, marks=pytest.mark.slow),
         (Tiny, {"precision": "64-true"}, 1e-14),
     ],
