@@ -28,7 +28,8 @@ def other_shape(monkeypatch):
 
     def shard(self, root):
         original(self, root)
-        root.head.weight.data = torch.zeros(1, 1, dtype=torch.float64)
+        if self:  # after the change: stages have no shards
+            root.head.weight.data = torch.zeros(1, 1, dtype=torch.float64)
 
     monkeypatch.setattr(LocalShards, "shard_parameters", shard)
 
