@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from lightning_hybrid.graph.partition import Assignment, assign, owner_stages
 from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.step.recording.record import record
+from lightning_hybrid.step.recording.record import Recipe
 
 STAGES, WIDTH, VOCABULARY = 2, 32, 64
 TOPS, HEIGHT = (110, 300), 44  # of the nodes of each stage
@@ -35,7 +35,7 @@ def partitioned() -> Assignment:
     model, ids = Model(), torch.arange(8)
     units = {"embed": model.embed} | {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
     randomness = KeyedRandomness(0, torch.device("cpu"))
-    graph = record(model, lambda: model.step(ids), units, name="training_step", randomness=randomness).graph
+    graph = Recipe(model, lambda: model.step(ids), units, name="training_step", randomness=randomness).record().graph
     return assign(graph, owner_stages(graph, STAGES), STAGES)
 
 

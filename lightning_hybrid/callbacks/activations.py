@@ -110,9 +110,7 @@ class ActivationCompression(_Storing):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins a measurement, if one is due."""
         if (activations := self._measured(trainer)) is not None:
-            activations.bytes.saved = activations.bytes.on_device = 0
-            activations.error.sums = [0.0, 0.0]
-            activations.error.request()
+            activations.begin_measurement()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -45,15 +45,21 @@ class ReadGuards:
     Attributes:
         are_off: Whether reads are not guarded now.
         before_shard_access: Called before shards are used: they write back what user code has written to full tensors.
-        gradient_hook: Called with a parameter, the name of the method that registers a gradient hook, and the hook;
-            returns the hook to register.
     """
 
     def __init__(self) -> None:
         """Turn the guards on."""
         self.are_off = False
         self.before_shard_access: list[Callable[[], None]] = []
-        self.gradient_hook: Callable[[nn.Parameter, str, Any], Any] = lambda parameter, registration, hook: hook
+        self._gradient_hook: Callable[[nn.Parameter, str, Any], Any] = lambda parameter, registration, hook: hook
+
+    def hook_gradients_by(self, hook: Callable[[nn.Parameter, str, Any], Any]) -> None:
+        """Register what this returns for a parameter, the name of the registering method, and a gradient hook."""
+        self._gradient_hook = hook
+
+    def registered(self, parameter: nn.Parameter, registration: str, hook: Any) -> Any:
+        """The hook to register in place of a gradient hook of a parameter."""
+        return self._gradient_hook(parameter, registration, hook)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -126,7 +132,7 @@ class GuardedParameter(nn.Parameter):
             if name == "__set__" and args[1] is not None and gathers[-1].set_gradient is not None:
                 return gathers[-1].set_gradient(args[0], args[1])
         if gathers and name in ("register_hook", "register_post_accumulate_grad_hook"):
-            args = args[0], gathers[0].guards.gradient_hook(args[0], name, args[1])
+            args = args[0], gathers[0].guards.registered(args[0], name, args[1])
         if is_unguarded:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

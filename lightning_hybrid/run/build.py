@@ -140,8 +140,8 @@ def _build_techniques(run: Run, owner: RunOwner) -> Run:
         return run
     if run.parts:
         parts, names = run.parts, {id(parameter): name for name, parameter in setting.module.named_parameters()}
-        runner.guards.gradient_hook = lambda parameter, registration, hook: on_full_gradient(
-            registration, parts, names[id(parameter)], hook
+        runner.guards.hook_gradients_by(
+            lambda parameter, registration, hook: on_full_gradient(registration, parts, names[id(parameter)], hook)
         )
     runner.connect(active)
     # A parameter that was stepped in the backward has no old value.

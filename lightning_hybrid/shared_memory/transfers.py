@@ -54,6 +54,10 @@ class Transfers:
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, tuple[int, ...]]]] = {}
 
     @torch.compiler.disable  # the user may have compiled the code that calls it
+    def renew(self) -> None:
+        """Mix nothing that comes with what a failed run has left; on all ranks."""
+        self.generation += 1
+
     def send(self, peer: int, tag: int, tensor: Tensor) -> None:
         """Send a tensor to a rank; it may be written as soon as this returns.
 
@@ -169,7 +173,7 @@ transfers_of = _transfers.of
 def discard_unread_transfers() -> None:
     """Discard what was sent and not received, in all groups; all ranks call it, and none sends meanwhile."""
     for transfers in _transfers.all():
-        transfers.generation += 1
+        transfers.renew()
 
 
 def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:

@@ -64,7 +64,6 @@ class ExpertsAdapter(ABC):
         num_experts: Number of experts of the module.
         what: Description of the calling convention.
         may_skip: Whether an expert that gets no row has no gradient.
-        again: Wraps the module's forward so that it draws the random numbers of the next forward; set for a run.
     """
 
     what: ClassVar[str]
@@ -72,7 +71,12 @@ class ExpertsAdapter(ABC):
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
-        self.again: Callable[[Callable[..., Any]], Callable[..., Any]] = _identity
+        self._again: Callable[[Callable[..., Any]], Callable[..., Any]] = _identity
+
+    def draw_again_by(self, again: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+        """Wrap the module's forward so that it draws the random numbers of the next one; returns the wrapper before."""
+        before, self._again = self._again, again
+        return before
 
     @classmethod
     @abstractmethod
@@ -343,7 +347,7 @@ class ExpertList(ExpertsAdapter):
         with _restored_state(module), self._replaced_experts(module, zeros):
             # On copies: in-place writes must not reach the caller's tensors.
             copies = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-            self.again(forward)(*copies[0], **copies[1])
+            self._again(forward)(*copies[0], **copies[1])
         return recorded
 
     def _replaced_experts(self, module: nn.Module, result: Callable[..., Tensor]) -> AbstractContextManager[None]:

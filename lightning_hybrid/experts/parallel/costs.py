@@ -152,14 +152,12 @@ class ExpertCosts:
 
 def _attempt(forward: Forward, call: Call, counter: CostCounter) -> tuple[bool, Any]:
     """Run on stand-ins; returns whether no shape depends on values, and the result if there is one."""
-    before, counter.has_dynamic_shapes = counter.has_dynamic_shapes, False
-    try:
-        out = forward(*call[0], **call[1])
-        return not counter.has_dynamic_shapes, out
-    except NO_FAKE_KERNEL:
-        return False, None
-    finally:
-        counter.has_dynamic_shapes = before
+    with counter.shapes_apart():
+        try:
+            out = forward(*call[0], **call[1])
+            return not counter.has_dynamic_shapes, out
+        except NO_FAKE_KERNEL:
+            return False, None
 
 
 def _is_rows(leaf: Any) -> bool:

@@ -111,12 +111,12 @@ class ExpertRanks:
 def comparable(adapter: ExpertsAdapter, dtype: torch.dtype) -> Iterator[None]:
     """Makes runs inside agree to the last digits: one dtype, no dropout, equal draws where code runs again."""
     exact = DeterministicMode(dtype)
-    before, adapter.again = adapter.again, exact.redrawn_afterwards()  # which is a decorator too
+    before = adapter.draw_again_by(exact.redrawn_afterwards())  # which is a decorator too
     try:
         with exact:
             yield
     finally:
-        adapter.again = before
+        adapter.draw_again_by(before)
 
 
 def prepared(call: Call, prepare: Callable[[Tensor], Tensor]) -> tuple[list[Any], list[Any], Call]:

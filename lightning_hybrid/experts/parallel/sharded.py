@@ -96,7 +96,7 @@ class ShardedExperts:
         self._replicated: dict[str, list[tuple[nn.Module, str]]] = {}  # others: their modules and names, by module
         self._full: dict[str, dict[nn.Parameter, Tensor]] | None = None
         for adapter in self.adapters.values():
-            adapter.again = randomness.again
+            adapter.draw_again_by(randomness.again)
 
     @property
     def not_gathered_by_layer(self) -> frozenset[str]:

@@ -124,6 +124,11 @@ class LayerActivations:
         self._pack_hook, self._unpack_hook = self._pack, _unpack  # the same objects always: compiled code guards them
         self.bytes, self.error = SavedBytes(), GradientError(layers)
 
+    def begin_measurement(self) -> None:
+        """Count bytes, and sum errors of gradients, from zero."""
+        self.bytes = SavedBytes()
+        self.error.begin()
+
     @contextlib.contextmanager
     def running(self, *, is_exact: bool = False) -> Iterator[None]:
         """Stores the saved tensors of layers that run inside the context; ``is_exact`` if none is to be rounded."""
@@ -285,6 +290,11 @@ class GradientError:
         self.sums = [0.0, 0.0]
         uses = Counter(id(parameter) for layer in layers.values() for parameter in set(layer.parameters()))
         self._shared = {parameter for parameter, count in uses.items() if count > 1}
+
+    def begin(self) -> None:
+        """Sums from zero, over the next layer."""
+        self.sums = [0.0, 0.0]
+        self.request()
 
     def request(self) -> None:
         """Measures the next layer of this rank that stores what can be measured, in the microbatches to come."""

@@ -82,7 +82,7 @@ class HostTransport(Transport):
     def __init__(self, transfers: Transfers) -> None:
         """Set up on the transfers between the ranks of one pipeline; collective."""
         self._transfers = transfers
-        transfers.generation += 1
+        transfers.renew()
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
         """Copy the tensors of a message, of any shapes, into shared memory."""

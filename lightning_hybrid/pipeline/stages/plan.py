@@ -285,8 +285,13 @@ class StagePlan:
         self, opened: set[str], closed: set[str], tracked: set[str], owner_stages: dict[str, int], costs: list[float]
     ) -> None:
         """Take the partition that the ranks agree on: units, tracked buffers, owners and costs of stages."""
-        self.unit_choice.opened, self.unit_choice.closed = opened, closed
+        self.unit_choice.adopt(opened, closed)
         self.tracked_buffers, self.owner_stages, self.stage_costs = tracked, owner_stages, costs
+
+    def go_back(self, opened: set[str], tracked: set[str]) -> None:
+        """Open and track no more than these, after a recording that failed."""
+        self.unit_choice.adopt(self.unit_choice.opened & opened, self.unit_choice.closed)
+        self.tracked_buffers &= tracked
 
     def share_unread(self, recording: Recording) -> None:
         """Let each stage hold the parameters that a recording with guards has not read: its other branches may."""

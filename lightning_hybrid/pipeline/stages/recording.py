@@ -128,8 +128,7 @@ def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple
         except Exception:  # such as a branch on values inside a unit, which can be recorded as one node
             if best is None:
                 raise
-            plan.unit_choice.opened &= opened
-            plan.tracked_buffers &= tracked
+            plan.go_back(opened, tracked)
             break
     if best is None:
         partition.owner_stages(recording.graph, plan.num_stages, plan.cuts)  # raises the reason

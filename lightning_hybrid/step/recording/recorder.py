@@ -241,7 +241,7 @@ class Recorder(StepMode):
         args, sized_by = masks_to_indices(name, args)
         if name == "masked_select" and sized_by == "the content of the batch":
             return args[0][args[1]], sized_by
-        self._costs.has_dynamic_shapes = False
+        self._costs.forget_shapes()
         before = ArgumentSnapshot(flatten((args, kwargs))[0]) if name.startswith("@") else None
         try:
             out = run(*args, **kwargs)

@@ -49,6 +49,10 @@ class UnitChoice:
         self.opened, self.closed = set[str](), set[str]()
         self._mixtures = frozenset(_mixtures(root) if closes_mixtures and num_stages > 1 else ())
 
+    def adopt(self, opened: set[str], closed: set[str]) -> None:
+        """Take the choice that the ranks agree on."""
+        self.opened, self.closed = opened, closed
+
     def choose(self) -> dict[str, nn.Module]:
         """Return the current units by FQN, in the order of the module tree.
 

@@ -183,6 +183,19 @@ class CostCounter(TorchDispatchMode):
         self._kernel_traits: dict[Any, tuple[bool, bool]] = {}
 
     @contextlib.contextmanager
+    def shapes_apart(self) -> Iterator[None]:
+        """Observe inside, alone, whether shapes depend on values."""
+        before, self.has_dynamic_shapes = self.has_dynamic_shapes, False
+        try:
+            yield
+        finally:
+            self.has_dynamic_shapes = before
+
+    def forget_shapes(self) -> None:
+        """Observe from now on whether shapes depend on values."""
+        self.has_dynamic_shapes = False
+
+    @contextlib.contextmanager
     def counting(self, captured: Callable[[Any], int]) -> Iterator[None]:
         """Call a function with the arguments of each kernel inside, which returns how many are captured inputs."""
         self._on_kernel_arguments = captured

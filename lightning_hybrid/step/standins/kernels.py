@@ -277,6 +277,23 @@ class _Users:
     lock = threading.Lock()
     number, was_enabled = 0, True
 
+    @classmethod
+    def enter(cls) -> None:
+        """Disable the kernels for one more block."""
+        with cls.lock:
+            if not cls.number:
+                cls.was_enabled = torch.backends.mha.get_fastpath_enabled()
+            cls.number += 1
+            torch.backends.mha.set_fastpath_enabled(False)
+
+    @classmethod
+    def leave(cls) -> None:
+        """End one block."""
+        with cls.lock:
+            cls.number -= 1
+            if not cls.number:
+                torch.backends.mha.set_fastpath_enabled(cls.was_enabled)
+
 
 @contextlib.contextmanager
 def slow_attention() -> Iterator[None]:
@@ -287,15 +304,8 @@ def slow_attention() -> Iterator[None]:
     take numbers in masks for true and false. Torch has one switch for all threads; the last block that ends sets it
     back.
     """
-    with _Users.lock:
-        if not _Users.number:
-            _Users.was_enabled = torch.backends.mha.get_fastpath_enabled()
-        _Users.number += 1
-        torch.backends.mha.set_fastpath_enabled(False)
+    _Users.enter()
     try:
         yield
     finally:
-        with _Users.lock:
-            _Users.number -= 1
-            if not _Users.number:
-                torch.backends.mha.set_fastpath_enabled(_Users.was_enabled)
+        _Users.leave()
