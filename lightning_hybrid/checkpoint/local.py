@@ -201,7 +201,7 @@ class LocalState:
         local: dict[Any, Any] = {}
         for key, entry in self._owners.gather_states(state["state"], parameters).items():
             parameter = parameters[key] if isinstance(key, int) else None
-            # Optimizers that read full parameters have states of those of other stages too.
+            # Optimizers that read full parameters have states of parameters of other stages too.
             if parameter is not None and is_absent(parameter):
                 continue
             if parameter is not None and parameter not in self._owners:

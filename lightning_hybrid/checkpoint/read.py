@@ -59,7 +59,7 @@ class SavedFolder:
     ) -> None:
         """Open a folder; ``weights_only`` refuses all but tensors and plain Python values, unless it is False.
 
-        ``digests`` compares files with those of the manifest, beside reading tensors; ``share`` is this rank and the
+        ``digests`` compares files with the manifest, beside reading tensors; ``share`` is this rank and the
         number of ranks, of which each compares some of the files with tensors.
 
         Raises:

@@ -256,14 +256,13 @@ class PlainRunner(MicrobatchRunner):
             self._learn(results.news if is_gathered else self._sharing.max_over_ranks(results.news))
         return results
 
-    def recheck_weighting(self, *, always: bool = False) -> None:
-        """Compare the next batch with its shares again: the weights of loss terms may depend on the step number.
+    def compare_next_batch(self) -> None:
+        """Compare the next batch with its microbatches: these have another size now."""
+        self.needs_weighting_check = True
 
-        Where no shares are run, only if ``always``: microbatches have another size now.
-        """
-        if always:
-            self.needs_weighting_check = True
-        elif self.runs_shares:
+    def recheck_weighting(self) -> None:
+        """Compare the next batch with its shares again: the weights of loss terms may depend on the step number."""
+        if self.runs_shares:
             self._leaves_changes, self.needs_weighting_check = None, True
 
     def forget_recording(self) -> None:

@@ -68,7 +68,6 @@ class GradientReducer:
         group: the ranks that hold replicas of the parameters, e.g. `mesh.group("data")`.
         bucket_bytes: a bucket is closed once it has that many bytes.
         first_bucket_bytes: the same for the first bucket; smaller, so that the first all-reduce starts early.
-        observer: receives the gradients before and after they are averaged.
         dtype: of the messages, in which gradients are summed; that of the parameters if None.
 
     Attributes:
@@ -84,7 +83,6 @@ class GradientReducer:
         *,
         bucket_bytes: int = 25 * 2**20,
         first_bucket_bytes: int = 2**20,
-        observer: GradientObserver | None = None,
         dtype: torch.dtype | None = None,
         copies: Mapping[str, Hashable] | None = None,
     ) -> None:
@@ -100,7 +98,7 @@ class GradientReducer:
         self._copies = dict(copies or {})
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
-        self._observer = observer
+        self._observer: GradientObserver | None = None
         self.average: CompressedAverage | None = None
         self.is_local = False
         self.unaveraged: dict[int, str] = {}

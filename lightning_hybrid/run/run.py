@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.pipeline.runner import MicrobatchRunner
     from lightning_hybrid.pipeline.staged import StepRunner
     from lightning_hybrid.pipeline.stages.plan import StagePlan
+    from lightning_hybrid.predict.ranks import Place
     from lightning_hybrid.randomness.keyed import KeyedRandomness
     from lightning_hybrid.run.setting import Setting
     from lightning_hybrid.strategies.state.layout_changes import Fallback
@@ -140,6 +141,11 @@ class Run:
     def activations(self) -> LayerActivations | None:
         """What stores tensors that layers save for the backward, if they are offloaded or compressed."""
         return next((each.storing for each in self.techniques if each.storing is not None), None)
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Which of "parameters", "gradients" and "optimizer_states" are outside of the compute device."""
+        return {what: place for technique in self.techniques for what, place in technique.places(self).items()}
 
     @property
     def plans(self) -> Mapping[str, Any]:

@@ -339,9 +339,7 @@ class BudgetProfile(RunCallback):
 
     def _tensors(self) -> Iterator[Tensor]:
         """Parameters, buffers, gradients, messages of gradients and optimizer states, without those in files."""
-        run = self._owner.run
-        places = {what: place for each in run.techniques for what, place in each.places(run).items()}
-        in_files = {what for what, place in places.items() if place == "files"}
+        in_files = {what for what, place in self._owner.run.places.items() if place == "files"}
         module = self._setting.module
         for parameter in module.parameters():
             if "parameters" not in in_files:

@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_hybrid.layout import SIZE_OPTIONS
 from lightning_hybrid.schedule import stages_of_each_rank
 
 _SHORT = {
     "dp": "data_parallel_size",
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_parallel_size",
+    **SIZE_OPTIONS,
     "stages": "stages_per_rank",
     "m": "num_microbatches",
     "zero": "zero_stage",

@@ -136,7 +136,8 @@ def test_two_data_parallel_ranks(accumulate, monkeypatch):
     mesh = Mesh.build(ParallelLayout(data_shard_size=2), "cpu")
     callback = AdaScale()
     callback.connect_mesh(mesh, lambda: ({id(p) for p in model.parameters()},) * 2)
-    model.reducer = GradientReducer(list(model.named_parameters()), mesh.group("data"), observer=callback)
+    model.reducer = GradientReducer(list(model.named_parameters()), mesh.group("data"))
+    model.reducer.observe(callback)
     trainer_of(callback, accumulate).fit(model)
     assert_same(model, gains, weights)
 

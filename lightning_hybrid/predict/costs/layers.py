@@ -246,7 +246,7 @@ class Parameters(NamedTuple):
 
     Attributes:
         dense: Those outside experts.
-        routed: Those of experts.
+        routed: Parameters of experts.
     """
 
     dense: float

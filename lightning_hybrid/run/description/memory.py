@@ -63,7 +63,7 @@ def memory_of_stages(
             footprint=next(
                 (footprint for each in run.techniques if (footprint := each.footprint(run, of_stage)) is not None), None
             ),
-            places={what: place for each in run.techniques for what, place in each.places(run).items()},
+            places=run.places,
         )
         for of_stage, activations, work, exchanged in zip(
             members,

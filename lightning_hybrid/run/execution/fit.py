@@ -217,7 +217,7 @@ class FittingMicrobatches(StepPolicy):
             )
         self._has_doubled = True
         if isinstance(runner, PlainRunner):
-            runner.recheck_weighting(always=True)  # counts of tokens by which microbatches weigh
+            runner.compare_next_batch()  # counts of tokens by which microbatches weigh
         rank_zero_warn(
             f'microbatch="auto": {reason}. The step runs again with {2 * now} microbatches of at most'
             f" {ceil(largest / 2)} samples, as later ones will; num_microbatches={2 * now} begins with that number"
