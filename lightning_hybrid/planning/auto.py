@@ -24,7 +24,7 @@ from lightning_hybrid.planning.costs import (
     tensors_of_datasets,
     with_limits_of,
 )
-from lightning_hybrid.predict.costs.module import PROOF, costs_from_parameters
+from lightning_hybrid.predict.costs.module import PROOF, ROUTING_PROOF, costs_from_parameters
 from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
 from lightning_hybrid.predict.layout import PlanLayout, number_format_of
 from lightning_hybrid.predict.measured import corrected
@@ -32,7 +32,6 @@ from lightning_hybrid.predict.options import fixed_fields, strategy_options
 from lightning_hybrid.predict.plans import SearchResult
 from lightning_hybrid.predict.report import PlannedRun, ranked_lines
 from lightning_hybrid.predict.search import cluster_of, predict_plan, search_layouts
-from lightning_hybrid.predict.techniques.order import PLANNED
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 from lightning_hybrid.step.module_state.copies import copy_on_meta
@@ -70,7 +69,7 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str
     run = _planned_run(strategy, recorded, path_of_measured_costs(trainer))
     strategy.predicted_plan = run.result.best
     layout = run.result.best.layout
-    hidden = {each.routing_proof for each in PLANNED if each.size and layout.fields[each.size] == 1}
+    hidden = {ROUTING_PROOF} if layout.routed_ranks == 1 else set()
     hidden |= {PROOF} if layout.tensor == 1 else set()
     notes = [f"note: {note}" for note in run.costs.notes if note not in hidden]
     rank_zero_info("\n".join([f"hybrid3d: plan of {run.title}", *ranked_lines(run, _PLANS), *notes]))

@@ -49,14 +49,7 @@ class _Program(NamedTuple):
 
 
 def program_seconds(name: str, num_ranks: int, num_microbatches: int, stages: Sequence[StageSeconds]) -> float:
-    """Return the time from the first start to the last end over all ranks, messages at no cost.
-
-    Args:
-        name: Of the schedule.
-        num_ranks: Pipeline ranks.
-        num_microbatches: Microbatches of one step and replica.
-        stages: Of the pipeline, in order of execution; as many for each rank.
-    """
+    """Return the time from the first start to the last end over all ranks; stages are in order, messages at no cost."""
     program = _program(name, num_ranks, num_microbatches, len(stages) // num_ranks)
     seconds = [part for each in stages for part in (*each, each.inputs + each.weights, 0.0)]
     ends: list[float] = []
@@ -92,11 +85,6 @@ def bubble_seconds(schedule: str, num_microbatches: int, ranks: Sequence[Mapping
     weights do not fill, ``F + I - W`` of ``F + I + W`` (Qi et al., arXiv 2401.10241, table 2). Otherwise the program of
     the schedule is simulated; of many ranks, 8 with the slowest among them, and of many microbatches the first few
     rounds, after which each further round takes as long as the last one.
-
-    Args:
-        schedule: Its name.
-        num_microbatches: Microbatches of one step and replica.
-        ranks: For each rank its stages by number.
     """
     busy = [sum(stage.total for stage in stages.values()) for stages in ranks]
     others = sum(busy) - max(busy)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import PlanLayout
+from lightning_hybrid.predict.options import offloaded_beside
 from lightning_hybrid.predict.plans import Allowed
-from lightning_hybrid.predict.techniques.order import PLANNED
 
+Value = TypeVar("Value")
 _MICROBATCH_SIZES, _MOST_MICROBATCHES = 6, 512  # sizes that are all tried, and then each of twice the last
 _SHARE_DIVIDED = 0.8  # of the FLOPs of products with weights, which tensor ranks must divide
 
@@ -25,11 +25,6 @@ def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
-
-
-def merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entries of all mappings."""
-    return {name: value for each in mappings for name, value in each.items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,9 @@ class Candidates:
     def tensor_sizes(self) -> list[int]:
         """Numbers of tensor ranks, up to two nodes of them."""
         largest = 2 * self.hardware.devices_per_node if self.allowed.tensor else 1
-        return self._sizes("tensor", [size for size in divisors(self.ranks) if size <= largest and self.divides(size)])
+        return self._unless_fixed(
+            "tensor", [size for size in divisors(self.ranks) if size <= largest and self.divides(size)]
+        )
 
     def divides(self, tensor: int) -> bool:
         """Whether tensor ranks divide the heads, if there are some, and most of the products of layers like these."""
@@ -92,8 +89,8 @@ class Candidates:
         total = sum(flops for _, flops in products)
         return divided / total if total else float(bool(self.costs.heads))
 
-    def _sizes(self, field: str, sizes: list[int]) -> list[int]:
-        return [self.fixed[field]] if field in self.fixed else sizes
+    def _unless_fixed(self, field: str, values: list[Value]) -> list[Value]:
+        return [self.fixed[field]] if field in self.fixed else values
 
     def meshes(self) -> Iterator[PlanLayout]:
         """Yield one layout of each mesh, the most frugal one, with the smallest microbatch."""
@@ -106,32 +103,42 @@ class Candidates:
                     data = self.ranks // same
                     if not self.is_replica_batch and self.batch % data:
                         continue
-                    for sizes in itertools.product(*(each.sizes(data * context, self) for each in PLANNED)):
-                        layout = self._frugal(pipeline, data, tensor, context, merged(sizes))
+                    for expert in self._expert_sizes(data * context):
+                        layout = self._frugal(pipeline, data, tensor, context, expert)
                         if self.is_valid(layout):
                             yield layout
 
     def _context_sizes(self) -> list[int]:
         largest = self.costs.positions // self.allowed.positions_per_context_rank if self.allowed.context else 1
         sizes = [size for size in divisors(self.costs.positions) if size == 1 or size <= min(largest, 64)]
-        return self._sizes("context", [size for size in sizes if self.ranks % size == 0])
+        return self._unless_fixed("context", [size for size in sizes if self.ranks % size == 0])
 
     def _pipeline_sizes(self) -> list[int]:
         largest = self.most_stages if self.allowed.pipeline else 1
-        return self._sizes("pipeline", [size for size in divisors(self.ranks) if size <= largest])
+        return self._unless_fixed("pipeline", [size for size in divisors(self.ranks) if size <= largest])
 
-    def _frugal(self, pipeline: int, data: int, tensor: int, context: int, others: Mapping[str, Any]) -> PlanLayout:
+    def _expert_sizes(self, room: int) -> list[int]:
+        """Numbers of ranks that divide the experts, and the ``room`` replicas and context ranks."""
+        routes = self.costs.routes if self.allowed.expert else 0
+        sizes = [size for size in range(1, routes + 1) if routes % size == room % size == 0]
+        return self._unless_fixed("expert", sizes or [1])
+
+    def _frugal(self, pipeline: int, data: int, tensor: int, context: int, expert: int) -> PlanLayout:
         """Return the layout of a mesh that is expected to take the least memory, without offload."""
+        stage = self.fixed.get("zero_stage", max(self.allowed.zero_stages) if data > 1 else 0)
+        shard = min(self.fixed.get("shard", data), data) if stage else 1
         layout = PlanLayout(
             pipeline=pipeline,
-            replicate=data,
+            replicate=data // shard if data % shard == 0 else 0,
+            shard=shard,
             tensor=tensor,
             context=context,
             batch=self.batch * (data if self.is_replica_batch else 1),
-            **others,
+            expert=expert,
+            zero_stage=stage,
+            sequence_parallel=tensor > 1,
+            recompute=self.allowed.recompute[-1],
         )
-        for technique in PLANNED:
-            layout = layout.replaced(**technique.frugal(layout, self))
         layout = layout.replaced(**{name: value for name, value in self.fixed.items() if name in _NAMED})
         return layout.replaced(microbatch=self.microbatches(layout)[0])
 
@@ -160,12 +167,7 @@ class Candidates:
                 data_shard_size=layout.shard,
                 context_parallel_size=layout.context,
                 tensor_parallel_size=layout.tensor,
-                **{
-                    option: layout.fields[field]
-                    for each in PLANNED
-                    if each.size
-                    for option, field in each.options.items()
-                },
+                expert_parallel_size=layout.expert,
             )
         except LayoutError:
             return False
@@ -180,16 +182,76 @@ class Candidates:
                     yield neighbour
 
     def changed(self, layout: PlanLayout, changes: Mapping[str, Any]) -> PlanLayout:
-        """Return the layout with changes, and with what follows from them."""
+        """Return the layout with changes; what is on the host follows the stage of ZeRO."""
         layout = layout.replaced(**changes)
-        followed = merged(each.followed(layout, self) for each in PLANNED)
-        return layout.replaced(**followed) if followed else layout
+        if layout.offload and "offload" not in self.fixed:
+            return layout.replaced(offload=offloaded_beside(layout.zero_stage))
+        return layout
+
+    def levels(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Yield the layouts of a mesh among which its first fit is searched, the simplest first."""
+        stages = sorted(self.allowed.zero_stages) if layout.data > 1 else [0]
+        for kind in self._unless_fixed("recompute", self._kinds_of_recomputation()):
+            for stage in self._unless_fixed("zero_stage", stages):
+                yield self.changed(layout, {**self._with_stage(layout, stage), "recompute": kind})
+
+    def rescued(self, layout: PlanLayout) -> PlanLayout | None:
+        """Return a layout with what its stage of ZeRO allows on the host, if anything may be there."""
+        is_free = self.allowed.offload and "offload" not in self.fixed
+        return self.changed(layout, self._other_offload(layout)) if is_free else None
+
+    def of_replicas(self, best: PlanLayout) -> Iterator[PlanLayout]:
+        """Yield layouts of replicas alone, with the recomputation of the chosen one, that reports compare."""
+        for mesh in self.meshes():
+            if mesh.has_replicas_alone and mesh.data > 1 and "zero_stage" not in self.fixed:
+                for stage in (0, 3):
+                    yield self.changed(mesh, {**self._with_stage(mesh, stage), "recompute": best.recompute})
 
     def _changes(self, layout: PlanLayout) -> Iterator[Mapping[str, Any]]:
+        """Yield the fields of each layout that differs in one option; ZeRO shards over all, one or eight nodes."""
+        allowed = self.allowed
         for size in self.microbatches(layout):
             yield {"microbatch": size}
-        for technique in PLANNED:
-            yield from technique.changes(layout, self)
+        if layout.pipeline > 1:
+            for schedule in allowed.schedules:
+                yield {"schedule": schedule, "stages_per_rank": 1}
+            for stages in range(2, allowed.largest_stages_per_rank + 1):
+                yield {"schedule": "1f1b", "stages_per_rank": stages}
+        for stage in allowed.zero_stages if layout.data > 1 else ():
+            yield self._with_stage(layout, stage)
+        if layout.zero_stage:
+            node = max(1, self.hardware.devices_per_node // (layout.tensor * layout.context))
+            for largest in (layout.data, node, 8 * node):
+                shard = math.gcd(layout.data, largest)
+                if shard > 1:
+                    yield {"shard": shard, "replicate": layout.data // shard}
+        if layout.zero_stage == 3:
+            yield {"reshard_after_forward": not layout.reshard_after_forward}
+        if layout.tensor > 1:
+            yield {"sequence_parallel": not layout.sequence_parallel}
+        for kind in self._kinds_of_recomputation():
+            yield {"recompute": kind}
+        if allowed.offload:
+            yield self._other_offload(layout)
+
+    def _with_stage(self, layout: PlanLayout, stage: int) -> dict[str, Any]:
+        """The fields of another stage of ZeRO."""
+        shard = min(self.fixed.get("shard", layout.data), layout.data) if stage else 1
+        if stage and layout.zero_stage and layout.shard > 1:
+            shard = layout.shard
+        reshard = layout.reshard_after_forward or stage != 3
+        replicate = layout.data // max(shard, 1)
+        return {"zero_stage": stage, "shard": shard, "replicate": replicate, "reshard_after_forward": reshard}
+
+    def _kinds_of_recomputation(self) -> list[str]:
+        """The kinds that differ for this model."""
+        repeated = [layer for layer in self.costs.layers if layer.repeats]
+        differ = any(layer.saved_scores or layer.selective_saved != layer.saved for layer in repeated)
+        return [kind for kind in self.allowed.recompute if differ or kind != "selective"]
+
+    def _other_offload(self, layout: PlanLayout) -> dict[str, Any]:
+        """Nothing on the host, or what the stage of ZeRO allows."""
+        return {"offload": frozenset() if layout.offload else offloaded_beside(layout.zero_stage)}
 
 
-_NAMED = PlanLayout.defaults.keys() - {"shard", "replicate", "batch", "microbatch"}
+_NAMED = {each.name for each in fields(PlanLayout)} - {"shard", "replicate", "batch", "microbatch"}

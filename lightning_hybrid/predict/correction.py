@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from lightning_hybrid.predict.layout import PlanLayout
 from lightning_hybrid.predict.plans import MEMORY_ERROR, TIE, TIME_ERROR, PredictedMemory, PredictedTime
-from lightning_hybrid.predict.techniques.order import PLANNED, SIZES
 
 COMMUNICATION = ("replicas", "pipeline messages")
 OPTIMIZER = ("optimizer", "host")
 # Differences of layouts, as `difference` counts them. A measured run makes predictions of layouts nearer than `NEAR`
 # better (`benchmarks/published/correct_by_one_run.py`); a factor that may be the error of one layout ends at `FAR`.
 NEAR, FAR = 2.0, 4.0
+_SIZES = {"pipeline", "replicate", "shard", "tensor", "context", "expert", "microbatch", "batch"}
 OWN_ERROR = 2 * TIME_ERROR  # logarithm of a factor that may be the error of one layout; a larger one is of all layouts
 
 
@@ -123,21 +123,13 @@ class Correction:
 
 
 def difference(layout: PlanLayout, other: PlanLayout) -> float:
-    """Return how much two layouts differ: the doublings of each size, and 1 for each other option."""
+    """Return how much two layouts differ: the doublings of each size, 1 for each other option, 1 for other shards."""
     microbatches = ((each.microbatch, each.num_microbatches) for each in (layout, other))
     sizes = zip(
         *((*each.mesh, *of_each) for each, of_each in zip((layout, other), microbatches, strict=True)), strict=True
     )
     doublings = sum(abs(math.log2(size / other_size)) for size, other_size in sizes)
-    options = layout.fields.keys() - {
-        "pipeline",
-        "replicate",
-        "shard",
-        "tensor",
-        "context",
-        "microbatch",
-        "batch",
-        *SIZES,
-    }
+    options = layout.fields.keys() - _SIZES
     differing = sum(layout.fields[name] != other.fields[name] for name in options)
-    return doublings + differing + sum(each.difference(layout, other) for each in PLANNED)
+    both_shard = layout.shards("states") and other.shards("states")
+    return doublings + differing + (both_shard and layout.shard != other.shard)

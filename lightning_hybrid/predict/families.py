@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
-from lightning_hybrid.predict.candidates import Candidates, merged
-from lightning_hybrid.predict.layout import PlanLayout
+from lightning_hybrid.predict.candidates import Candidates
+from lightning_hybrid.predict.layout import RECOMPUTED, PlanLayout
 from lightning_hybrid.predict.options import spelled
 from lightning_hybrid.predict.plans import TIE, Plan, PredictedTime, Rejection, simplest_of_tied
-from lightning_hybrid.predict.techniques.order import PLANNED
-from lightning_hybrid.predict.techniques.technique import Family
 from lightning_hybrid.text import sized, timed
+
+
+class Family(NamedTuple):
+    """Layouts with one property.
+
+    Attributes:
+        name: For reports.
+        has: Whether a layout is one of them.
+        impossible: Why the model or the cluster has none of them; empty if it may.
+        field: The field of a layout that decides, which may be fixed.
+    """
+
+    name: str
+    has: Callable[[PlanLayout], bool]
+    impossible: Callable[[Candidates], str] = lambda candidates: ""
+    field: str = ""
 
 
 def _no_tensor(candidates: Candidates) -> str:
@@ -57,24 +73,51 @@ def _no_context(candidates: Candidates) -> str:
     return f"no number of ranks divides {positions} positions and {candidates.ranks} devices"
 
 
+def _no_experts(candidates: Candidates) -> str:
+    if "expert" in candidates.fixed:
+        return f"expert_parallel_size={candidates.fixed['expert']} is set"
+    if not candidates.allowed.expert:
+        return "not permitted for this model"
+    costs = candidates.costs
+    if costs.routes:
+        return f"{costs.routes} experts and the replicas have no common divisor"
+    unknown = "the step was not recorded, so that its experts are not known; fix their ranks"
+    return "the model has no experts" if costs.is_traced else unknown
+
+
+def _with(field: str, value: Any, layout: PlanLayout) -> bool:
+    return bool(layout.fields[field] == value)
+
+
+def _replicas_alone(stage: int, layout: PlanLayout) -> bool:
+    return layout.has_replicas_alone and _with("zero_stage", stage, layout)
+
+
 def _families(node: int) -> list[Family]:
-    families = [
-        Family("tensor ranks within a node", lambda plan: 1 < plan.tensor <= node, _no_tensor, place=1),
-        Family("tensor ranks across nodes", lambda plan: plan.tensor > node, _no_crossing, place=1),
-        Family("no tensor ranks", lambda plan: plan.tensor == 1, _no_tensor, place=1),
-        Family("pipeline ranks", lambda plan: plan.pipeline > 1, _no_pipeline, place=2),
-        Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline, place=2),
-        Family("context ranks", lambda plan: plan.context > 1, _no_context, place=3),
+    kinds: dict[str, tuple[str, Any]] = {f"zero {stage}": ("zero_stage", stage) for stage in range(4)}
+    for kind, word in zip(RECOMPUTED, ("no", "selective", "full"), strict=True):
+        kinds[f"{word} recomputation"] = "recompute", kind
+    return [
+        *(Family(f"replicas alone, zero {stage}", partial(_replicas_alone, stage)) for stage in (0, 3)),
+        Family("tensor ranks within a node", lambda plan: 1 < plan.tensor <= node, _no_tensor),
+        Family("tensor ranks across nodes", lambda plan: plan.tensor > node, _no_crossing),
+        Family("no tensor ranks", lambda plan: plan.tensor == 1, _no_tensor),
+        Family("pipeline ranks", lambda plan: plan.pipeline > 1, _no_pipeline),
+        Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline),
+        Family("context ranks", lambda plan: plan.context > 1, _no_context),
+        Family("expert ranks", lambda plan: plan.routed_ranks > 1, _no_experts),
+        *(Family(name, partial(_with, *kind), field=kind[0]) for name, kind in kinds.items()),
+        Family("offload to the host", lambda plan: bool(plan.elsewhere)),
+        Family("several stages per rank", lambda plan: plan.stages_per_rank > 1),
+        Family("zero bubble", partial(_with, "schedule", "zero_bubble")),
     ]
-    families += [family for technique in PLANNED for family in technique.families(node)]
-    return sorted(families, key=lambda family: family.place)
 
 
 def rejected_families(
     best: Plan, candidates: Candidates, plan: Callable[[PlanLayout], Plan], evaluated: Iterable[Plan]
 ) -> Iterator[Rejection]:
     """Yield the reason against each family without the chosen plan."""
-    for layout in [*candidates.neighbours(best.layout), *_of_replicas(best.layout, candidates)]:
+    for layout in [*candidates.neighbours(best.layout), *candidates.of_replicas(best.layout)]:
         plan(layout)
     known = list(evaluated)
     for family in _families(candidates.hardware.devices_per_node):
@@ -94,16 +137,6 @@ def rejected_families(
             yield Rejection(family.name, f"{family.field}={candidates.fixed[family.field]} is set")
         elif reason := family.impossible(candidates):
             yield Rejection(family.name, reason)
-
-
-def _of_replicas(best: PlanLayout, candidates: Candidates) -> Iterator[PlanLayout]:
-    """Yield layouts of replicas alone that are otherwise the chosen one."""
-    kept = merged(each.kept(best) for each in PLANNED)
-    for mesh in candidates.meshes():
-        if mesh.has_replicas_alone:
-            for technique in PLANNED:
-                for changes in technique.of_replicas(mesh, candidates):
-                    yield candidates.changed(mesh, {**changes, **kept})
 
 
 def slower_than(plan: Plan, best: Plan) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal
 
-from lightning_hybrid.predict.techniques.order import PLANNED, SETTINGS, SIZES
 from lightning_hybrid.schedule.generators import stages_of_each_rank
 
 Balance = Literal["layers", "flops"]
@@ -61,48 +59,13 @@ FORMATS = {
 }
 
 
-_V = TypeVar("_V", bound="Values")
+OFFLOADABLE = ("optimizer_states", "gradients", "parameters")
+RECOMPUTED = ("none", "selective", "full")
 
 
-class Values:
-    """Named values that do not change; equal and hashed by all of them."""
-
-    defaults: ClassVar[Mapping[str, Any]] = {}
-
-    def __init__(self, **values: Any) -> None:
-        if unknown := values.keys() - self.defaults.keys():
-            raise TypeError(f"{type(self).__name__} has no {min(unknown)}")
-        self.__dict__.update({**self.defaults, **values})
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name} of a {type(self).__name__} does not change")
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.__dict__ == other.__dict__
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.__dict__.values()))
-
-    def __repr__(self) -> str:
-        changed = (f"{name}={value!r}" for name, value in self.fields.items() if value != self.defaults[name])
-        return f"{type(self).__name__}({', '.join(changed)})"
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """All values by their names."""
-        return self.__dict__
-
-    def replaced(self: _V, **changes: Any) -> _V:
-        """Return these values with other ones in some places."""
-        return type(self)(**{**self.__dict__, **changes})
-
-
-class PlanLayout(Values):
-    """How a model would be laid out over the ranks of a cluster: sizes, and the settings of each technique.
+@dataclass(frozen=True)
+class PlanLayout:
+    """How a model would be laid out over the ranks of a cluster.
 
     Attributes:
         pipeline: Ranks that share the layers.
@@ -110,25 +73,51 @@ class PlanLayout(Values):
         shard: Replicas that one copy of states (gradients, parameters) is sharded over.
         tensor: Ranks that share each layer.
         context: Ranks that share the positions of a sequence.
-        balanced_by: What stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM).
         microbatch: Samples of one microbatch on one replica.
         batch: Samples of one optimizer step over all replicas.
+        balanced_by: What stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM).
         fused_attention: Whether attention scores stay in the kernel (FlashAttention).
+        expert: Ranks that share the experts of each layer, among replicas and context ranks.
+        schedule: Name of the pipeline's schedule.
+        stages_per_rank: Stages on each pipeline rank.
+        zero_stage: What is sharded over replicas: 1 is states, 2 gradients too, 3 parameters too.
+        reshard_after_forward: Whether stage 3 gathers parameters again for each backward, and stage 2 reduces gradients
+            after each.
+        sequence_parallel: Whether tensor ranks divide the positions between sharded regions.
+        overlapped_tensor_ranks: Whether the collectives of tensor ranks run beside the products.
+        recompute: What the backward computes again: "none", "selective" (what is cheap) or "full" (layers).
+        offload: What is on the host, of `OFFLOADABLE` and "activations".
+        chunked_loss: Whether the loss over the vocabulary is computed in chunks.
     """
 
-    pipeline: int
-    replicate: int
-    shard: int
-    tensor: int
-    context: int
-    microbatch: int
-    batch: int
-    defaults: ClassVar = {
-        **dict.fromkeys(("pipeline", "replicate", "shard", "tensor", "context", "microbatch", "batch"), 1),
-        "balanced_by": "layers",
-        "fused_attention": True,
-        **SETTINGS,
-    }
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    microbatch: int = 1
+    batch: int = 1
+    balanced_by: Balance = "layers"
+    fused_attention: bool = True
+    expert: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    zero_stage: int = 0
+    reshard_after_forward: bool = True
+    sequence_parallel: bool = False
+    overlapped_tensor_ranks: bool = False
+    recompute: str = "none"
+    offload: frozenset[str] = frozenset()
+    chunked_loss: bool = False
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """All values by their names."""
+        return vars(self)
+
+    def replaced(self, **changes: Any) -> PlanLayout:
+        """Return the layout with other values in some places."""
+        return dataclasses.replace(self, **changes)
 
     @property
     def data(self) -> int:
@@ -138,22 +127,53 @@ class PlanLayout(Values):
     @property
     def routed_ranks(self) -> int:
         """Ranks that share the parameters among which tokens are routed."""
-        return math.prod(each.routed_ranks(self) for each in PLANNED)
+        return self.expert
 
     @property
     def routed_shards(self) -> int:
         """Ranks that share the states of one rank's part of these parameters."""
         return min(max(1, self.shard * self.context // self.routed_ranks), self.shard)
 
+    def shards(self, kind: Literal["states", "gradients", "parameters"]) -> bool:
+        """Whether replicas hold shards of a kind; what stage 3 reduces once in a step is full until then."""
+        accumulates = self.zero_stage == 3 and not self.reshard_after_forward and self.num_microbatches > 1
+        return self.zero_stage >= {"states": 1, "gradients": 4 if accumulates else 2, "parameters": 3}[kind]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers run with parameters that are there for a moment."""
+        return (self.shards("parameters") and self.shard > 1) or "parameters" in self.offload
+
+    @property
+    def reduces_by_layer(self) -> bool:
+        """Whether full gradients are there for a moment."""
+        return self.zero_stage >= 2 and self.shard > 1
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether stage 2 reduces the gradients of each microbatch, to hold no more than shards of them."""
+        return self.zero_stage == 2 and self.reshard_after_forward and self.num_microbatches > 1
+
+    @property
+    def reduces_in_buckets(self) -> bool:
+        """Whether gradients go through buckets to their shards, once in a step."""
+        return self.zero_stage in (1, 2) and self.shard > 1 and not self.reduces_each_microbatch
+
+    @property
+    def elsewhere(self) -> set[str]:
+        """Terms of memory that are not on the device; the optimizer's step runs where its states are."""
+        kinds = {kind.replace("_", " ") for kind in self.offload}
+        return {*kinds, "optimizer step"} if "optimizer states" in kinds else kinds
+
     @property
     def forwards(self) -> int:
         """How often the backward runs the forwards of layers that repeat."""
-        return sum(each.forwards(self) for each in PLANNED)
+        return int(self.recompute == "full")
 
     @property
     def mesh(self) -> tuple[int, ...]:
-        """Ranks of each kind of parallelism: pipeline, replicas, tensor, context, and of techniques."""
-        return (self.pipeline, self.data, self.tensor, self.context, *(self.fields[name] for name in SIZES))
+        """Ranks of each kind of parallelism: pipeline, replicas, tensor, context, experts."""
+        return self.pipeline, self.data, self.tensor, self.context, self.expert
 
     @property
     def ranks(self) -> int:

@@ -17,7 +17,6 @@ from lightning_hybrid.predict.memory import predict_memory
 from lightning_hybrid.predict.options import layout_from_options, spelled
 from lightning_hybrid.predict.plans import Plan, PredictedTime
 from lightning_hybrid.predict.search import cluster_of
-from lightning_hybrid.predict.techniques.order import PLANNED
 from lightning_hybrid.predict.time import predict_time
 from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, load_measured_costs
@@ -41,12 +40,6 @@ def corrected(
     """Return the costs with the correction by a file of measured costs, if there is one that can be used.
 
     A note says what it corrects, or why it is not used.
-
-    Args:
-        costs: Of the model that is planned.
-        number_format: Of its parameters.
-        hardware: That the plan is for.
-        path: Of the file, or of its folder; None if there is none.
     """
     try:
         measured = None if path is None else load_measured_costs(path)
@@ -63,13 +56,6 @@ def corrected_by(
     """Return the costs with the correction by measured costs, or with a note that says why these are not used.
 
     The corrected prediction of the measured layout is what was measured.
-
-    Args:
-        costs: Of the model that is planned.
-        number_format: Of its parameters.
-        hardware: That the plan is for.
-        measured: Costs that a run has measured.
-        source: Where they come from, for the note.
     """
     try:
         _check(costs, number_format, hardware, measured)
@@ -218,7 +204,7 @@ def _of_time(layout: PlanLayout, predicted: PredictedTime, step: TimeByCause) ->
     communicated, optimizer = (sum(terms.get(name, 0.0) for name in names) for names in (COMMUNICATION, OPTIMIZER))
     computed = sum(terms.values()) - communicated - optimizer
     worked, gaps = step.work + step.bubble + step.imbalance, step.variation + step.other
-    if any(each.runs_within_layers(layout) for each in PLANNED) or step.communication < LEAST_FACTOR * communicated:
+    if layout.shards("parameters") or step.communication < LEAST_FACTOR * communicated:
         computation = _linear(computed + communicated, worked + step.communication)
         communication = LinearCorrection(computation.factor)
     else:
@@ -259,12 +245,7 @@ def _words(correction: Correction) -> str:
 
 
 def compared_lines(plan: Plan, measured: MeasuredCosts) -> list[str]:
-    """Return the predicted and the measured time of a step by term, the memory, and the errors of the prediction.
-
-    Args:
-        plan: By which the run was laid out, with its time.
-        measured: What the run measured.
-    """
+    """Return the predicted and the measured time of a step by term, the memory, and the errors of the prediction."""
     assert plan.time is not None
     try:
         layout = measured_layout(measured)

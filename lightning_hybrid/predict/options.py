@@ -6,32 +6,60 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_hybrid.predict.layout import PlanLayout
-from lightning_hybrid.predict.techniques.order import PLANNED, sharded_kinds
+from lightning_hybrid.predict.layout import OFFLOADABLE, RECOMPUTED, PlanLayout
+from lightning_hybrid.schedule import SCHEDULE_NAMES
 
 _SIZES = {
     "data_parallel_size": "data",
     "pipeline_parallel_size": "pipeline",
     "tensor_parallel_size": "tensor",
     "context_parallel_size": "context",
-}
-_BY_OPTION = {option: each for each in PLANNED for option in each.options}
-_SHORT = dict(zip(_SIZES, ("dp", "pp", "tp", "cp"), strict=True)) | {
-    option: word for each in PLANNED for option, word in each.short.items()
+    "expert_parallel_size": "expert",
 }
 # Options of the strategy that name one field of a layout.
-_FIELDS = {**_SIZES, **{option: each.options[option] for option, each in _BY_OPTION.items()}}
+_FIELDS = {
+    **_SIZES,
+    **{name: name for name in ("schedule", "stages_per_rank", "zero_stage")},
+    "shard_size": "shard",
+    **{name: name for name in ("reshard_after_forward", "sequence_parallel", "recompute", "offload", "chunked_loss")},
+}
+_SHORT = dict(zip(_SIZES, ("dp", "pp", "tp", "cp", "ep"), strict=True))
+_SHORT |= {"stages_per_rank": "stages", "num_microbatches": "m", "zero_stage": "zero"}
+_OFF_BY_NONE = ("recompute", "offload")  # None of the others is their default
 
 # All options of the strategy that make a layout.
 LAYOUT_OPTIONS = (*_FIELDS, "num_microbatches")
+
+
+def offloaded_beside(zero_stage: int | None) -> frozenset[str]:
+    """Return what is on the host beside a stage of ZeRO."""
+    return frozenset(OFFLOADABLE[: (1, 2, 2, 3)[zero_stage or 0]])
 
 
 def strategy_options(layout: PlanLayout) -> dict[str, Any]:
     """Return the arguments of `Hybrid3DStrategy` that differ from its defaults; the number of replicas is left out."""
     options = {name: layout.fields[field] for name, field in _SIZES.items() if field != "data"}
     options = {name: size for name, size in options.items() if size > 1}
-    for technique in PLANNED:
-        options |= technique.arguments(layout)
+    if layout.stages_per_rank > 1:
+        options["stages_per_rank"] = layout.stages_per_rank
+    if layout.pipeline > 1 or layout.num_microbatches > 1:
+        options["num_microbatches"] = layout.num_microbatches
+    if layout.pipeline > 1 and layout.schedule != "1f1b":
+        options["schedule"] = layout.schedule
+    if layout.zero_stage:
+        options["zero_stage"] = layout.zero_stage
+        if layout.shard != layout.data:
+            options["shard_size"] = layout.shard
+        if layout.shards("parameters") or layout.reduces_each_microbatch:
+            options["reshard_after_forward"] = layout.reshard_after_forward
+    if layout.tensor > 1 and layout.sequence_parallel:
+        options["sequence_parallel"] = True
+    if layout.recompute != "none":
+        options["recompute"] = layout.recompute
+    if layout.offload:
+        options["offload"] = {kind: "cpu" for kind in sorted(layout.offload)}
+    if layout.chunked_loss:
+        options["chunked_loss"] = True
     return options
 
 
@@ -67,8 +95,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in LAYOUT_OPTIONS:
             raise ValueError(f"a plan has no {name}; use {', '.join(sorted(known))}")
-        for technique in PLANNED:
-            technique.check(name, value)
+        if name == "schedule" and value not in (*SCHEDULE_NAMES, "auto"):
+            raise ValueError(f"schedule={value}; use one of {', '.join(SCHEDULE_NAMES)}")
+        if name == "zero_stage" and value not in (0, 1, 2, 3, "auto", None):
+            raise ValueError(f"zero={value}; use 0, 1, 2 or 3")
         if name in ("stages_per_rank", "num_microbatches", "shard_size") and not _is_count(value):
             raise ValueError(f"{_SHORT.get(name, name)}={value}; use a whole number of 1 or more")
 
@@ -78,20 +108,29 @@ def _is_count(value: Any) -> bool:
 
 
 def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what options of the strategy fix of a layout; an option "auto" fixes nothing.
-
-    Args:
-        options: By their full names, those alone that the user has set.
-    """
+    """Return what options that the user has set, by full names, fix of a layout; "auto" fixes nothing."""
     fixed: dict[str, Any] = {}
     for name, field in _FIELDS.items():
-        value, technique = options.get(name, "auto"), _BY_OPTION.get(name)
-        if value == "auto" or (value is None and not (technique and technique.none_is_set)):
-            continue
-        fixed[field] = technique.value(value, options) if technique else value
+        value = options.get(name, "auto")
+        if value != "auto" and (value is not None or name in _OFF_BY_NONE):
+            fixed[field] = _value(name, value, options)
     if isinstance(options.get("num_microbatches"), int):
         fixed["num_microbatches"] = options["num_microbatches"]
     return fixed
+
+
+def _value(name: str, value: Any, options: Mapping[str, Any]) -> Any:
+    """Return the value of the field that an option sets; policies of recomputation by layer count as full."""
+    if name == "recompute":
+        if value in (None, "keep"):
+            return "none"
+        is_kind = isinstance(value, str) and value in RECOMPUTED
+        return value if is_kind else "selective" if isinstance(value, float) else "full"
+    if name == "offload":
+        if value is None or isinstance(value, Mapping):
+            return frozenset(kind for kind, where in (value or {}).items() if where == "cpu")
+        return offloaded_beside(options.get("zero_stage"))
+    return bool(value) if name == "chunked_loss" else value
 
 
 def layout_from_options(options: Mapping[str, Any], ranks: int, batch: int, *, microbatch: int = 1) -> PlanLayout:
@@ -109,7 +148,7 @@ def layout_from_options(options: Mapping[str, Any], ranks: int, batch: int, *, m
     data = fixed.pop("data", None)
     layout = PlanLayout(batch=batch, microbatch=microbatch, **fixed)
     data = data or max(1, ranks // (layout.pipeline * layout.tensor * layout.context))
-    shard = math.gcd(data, shard or data) if "states" in sharded_kinds(layout) else 1
+    shard = math.gcd(data, shard or data) if layout.shards("states") else 1
     of_replica = max(1, batch // data)
     microbatch = math.gcd(microbatch, of_replica) if count is None else -(-of_replica // count)
     return layout.replaced(replicate=data // shard, shard=shard, microbatch=microbatch)
@@ -117,8 +156,16 @@ def layout_from_options(options: Mapping[str, Any], ranks: int, batch: int, *, m
 
 def simplicity(layout: PlanLayout) -> tuple[float, ...]:
     """Return a key that orders layouts from the simplest: kinds of parallelism, ZeRO, recomputation, the rest."""
-    kinds = sum(size > 1 for size in layout.mesh) - (layout.data > 1)
-    places: dict[int, float] = {0: kinds, 8: layout.ranks // layout.data, 10: layout.num_microbatches}
-    for technique in PLANNED:
-        places |= technique.simplicity(layout)
-    return tuple(places[place] for place in sorted(places))
+    return (
+        sum(size > 1 for size in layout.mesh) - (layout.data > 1),
+        bool(layout.offload),
+        layout.zero_stage,
+        RECOMPUTED.index(layout.recompute),
+        layout.replicate > 1 and layout.zero_stage > 0,
+        layout.stages_per_rank,
+        layout.schedule != "1f1b",
+        layout.sequence_parallel,
+        layout.ranks // layout.data,
+        not layout.reshard_after_forward,
+        layout.num_microbatches,
+    )

@@ -12,7 +12,6 @@ from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import NumberFormat
 from lightning_hybrid.predict.options import spelled, strategy_options
 from lightning_hybrid.predict.plans import TIE, Plan, SearchResult
-from lightning_hybrid.predict.techniques.order import sharded_kinds
 from lightning_hybrid.text import columns, sized, timed, wrap
 
 _LEAST_SHARE = 0.005  # of a total, below which a term is left out
@@ -54,7 +53,7 @@ class PlannedRun:
         """Return the Trainer of a plan in Python, with the batch size that its loader should have."""
         layout = plan.layout
         chosen = strategy_options(layout)
-        if layout.data == layout.ranks > 1 and "states" not in sharded_kinds(layout):
+        if layout.data == layout.ranks > 1 and not layout.shards("states"):
             chosen = {"data_parallel_size": layout.data, **chosen}  # or the strategy would plan, were memory short
         options = "".join(f"\n        {name}={value!r}," for name, value in chosen.items())
         devices, nodes = self.devices, self.num_nodes

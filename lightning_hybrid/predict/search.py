@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.predict.candidates import Candidates, divisors, merged
+from lightning_hybrid.predict.candidates import Candidates, divisors
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.families import rejected_families
 from lightning_hybrid.predict.hardware import Hardware
@@ -24,7 +23,6 @@ from lightning_hybrid.predict.plans import (
     SearchResult,
     simplest_of_tied,
 )
-from lightning_hybrid.predict.techniques.order import PLANNED
 from lightning_hybrid.predict.time import predict_time
 from lightning_hybrid.text import sized
 
@@ -80,8 +78,8 @@ def search_layouts(
     is_one_batch = costs.has_batch_norm or bool(costs.why_no_stages)
     fixed = {**({"num_microbatches": 1} if is_one_batch else {}), **(fixed or {})}
     allowed = allowed or Allowed()
-    limits = merged(each.permitted(allowed, hardware) for each in PLANNED)
-    options = fixed, allowed.replaced(pipeline=allowed.pipeline and not costs.why_no_stages, **limits)
+    pipeline, offload = allowed.pipeline and not costs.why_no_stages, allowed.offload and not hardware.is_host
+    options = fixed, dataclasses.replace(allowed, pipeline=pipeline, offload=offload)
     searches = [
         _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
         for ranks in worlds
@@ -185,17 +183,13 @@ class _Search:
         return layout.replaced(microbatch=1, batch=layout.data * count)
 
     def _first_that_fits(self, frugal: PlanLayout) -> Plan | None:
-        """Return the plan of a mesh that fits, with the simplest value of the last technique, then of others."""
+        """Return the plan of a mesh that fits, the simplest one; with offload if no other does."""
         candidates = self.candidates
         if not self.plan(frugal).memory.fits:
-            rescues = itertools.chain(*(each.rescues(frugal, candidates) for each in PLANNED))
-            plans = (self.plan(candidates.changed(frugal, changes)) for changes in rescues)
-            return next((plan for plan in plans if plan.fits), None)
-        for levels in itertools.product(*(each.levels(frugal, candidates) for each in reversed(PLANNED))):
-            plan = self.plan(candidates.changed(frugal, merged(levels)))
-            if plan.fits:
-                return plan
-        return self.plan(frugal)
+            rescued = candidates.rescued(frugal)
+            return plan if rescued is not None and (plan := self.plan(rescued)).fits else None
+        plans = map(self.plan, candidates.levels(frugal))
+        return next((plan for plan in plans if plan.fits), self.plan(frugal))
 
     def _neighbours(self, layout: PlanLayout) -> Iterable[PlanLayout]:
         yield from self.candidates.neighbours(layout)

@@ -21,13 +21,13 @@ from lightning_hybrid.predict.links import (
     RankGroup,
     Shares,
     all_reduce_seconds,
+    all_to_all_seconds,
     gather_seconds,
     group_of_axis,
     group_of_two_axes,
     message_seconds,
 )
 from lightning_hybrid.predict.plans import PredictedTime
-from lightning_hybrid.predict.techniques.order import PLANNED, sharded_kinds
 
 LayersOfRank = Sequence[tuple[LayerCosts, int]]
 
@@ -39,15 +39,7 @@ def predict_time(
     hardware: Hardware,
     constants: EfficiencyConstants = CONSTANTS,
 ) -> PredictedTime:
-    """Predict the seconds of one optimizer step, and what they are made of.
-
-    Args:
-        costs: Of the model, per sample.
-        layout: The layout; its ``batch`` is that of the step over all replicas.
-        number_format: Bytes of parameters, activations and states.
-        hardware: The cluster's.
-        constants: The model's constants.
-    """
+    """Predict the seconds of one optimizer step, and what they are made of."""
     return StepModel(costs, layout, number_format, hardware, constants).predict()
 
 
@@ -117,7 +109,7 @@ class StepModel:
         backward = seconds.backward * (1.0 + self.backward_share) / 2.0
         terms = {
             "computation": seconds.forward + backward - seconds.kernel_starts,
-            **seconds.again,
+            "recomputation": seconds.again,
             "kernel starts": seconds.kernel_starts,
         }
         passes = 2 + (layout.forwards if layer.repeats else 0)
@@ -130,9 +122,11 @@ class StepModel:
             terms["tensor ranks"] = (passes * layer.reductions - (passes - 2) * skipped) * one * seen
         if layout.context > 1 and any(product.is_attention for product in layer.products):
             terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
-        others = {name: one for each in PLANNED for name, one in each.layer_terms(self, layer, size, passes).items()}
-        exchanged = sum((*(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks")), *others.values()))
-        terms |= others
+        if layout.routed_ranks > 1 and layer.routed_tokens:
+            routed = size * layer.routed_tokens / max(self.costs.positions, 1)
+            group = self.group(layout.routed_ranks, layout.tensor)
+            terms["expert ranks"] = 2 * passes * all_to_all_seconds(routed, group, self.hardware, self.waited)
+        exchanged = sum(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks", "expert ranks"))
         self.parts_of_layers[id(layer)] = seconds.forward + exchanged / passes, seconds.weights * self.backward_share
         self.terms_of_layers[id(layer)] = terms
         return terms
@@ -174,20 +168,38 @@ class StepModel:
         layout, hardware = self.layout, self.hardware
         if layout.data * layout.context == 1:
             return {"replicas": 0.0}
-        for technique in PLANNED:
-            if (seconds := technique.replica_seconds(self, layers, computed)) is not None:
-                return {"replicas": seconds}
+        gathers = layout.shards("parameters")
+        if layout.shard > 1 and (gathers or layout.reduces_each_microbatch):
+            beside = computed if gathers else computed * (2 / 3)
+            return {"replicas": max(0.0, self.sharded_seconds(layers) - hardware.overlap * beside)}
         one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.data * layout.context, 1)
         hidden = hardware.overlap * computed / layout.num_microbatches * (2 / 3)
         return {"replicas": max(0.0, one - hidden) if layout.pipeline == 1 else one}
 
-    def parameters(self, layers: LayersOfRank) -> Parameters:
-        """Return the parameters of layers that one rank computes with."""
-        return parameters_of_rank(layers, self.layout)
+    def sharded_seconds(self, layers: LayersOfRank) -> float:
+        """Seconds of gathers and reductions over shards, layer by layer, and of reductions over what is no shard.
+
+        Parameters that are shards are gathered for each forward and backward, or once; others after the optimizer's
+        step.
+        """
+        layout, constants, hardware = self.layout, self.constants, self.hardware
+        rest = 1.0 - constants.gather_share
+        passes = layout.num_microbatches if layout.reshard_after_forward else 1
+        gathers = 2 * passes if layout.reshard_after_forward and layout.shards("parameters") else 1
+        seconds = 0.0
+        for layer, count in layers:
+            for size, group in self.sizes_of_shards(layer):
+                between = constants.gather_share + rest / (1.0 + group.nodes / constants.gather_nodes)
+                shares = Shares(constants.within_share, between)
+                gather = gather_seconds(size * self.format.gathered, group, hardware, shares)
+                reduce = gather_seconds(size * self.format.reduced * self.backward_share, group, hardware, shares)
+                seconds += count * (gathers * gather + passes * reduce)
+        shard = parameters_of_rank(layers, layout).over_shards(layout)
+        return seconds + self.reduction_seconds(shard, layout.replicate * layout.context, layout.shard)
 
     def sizes_of_shards(self, layer: LayerCosts) -> Iterator[tuple[float, RankGroup]]:
         """Yield numbers of a layer's parameters, with the ranks that shard them."""
-        layout, own = self.layout, self.parameters([(layer, 1)])
+        layout, own = self.layout, parameters_of_rank([(layer, 1)], self.layout)
         if layout.routed_ranks == 1:
             yield own.total, self.shard_group
             return
@@ -212,13 +224,17 @@ class StepModel:
         return sum(all_reduce_seconds(size * element, each, self.hardware, self.shares) for size, each in sizes)
 
     def optimizer_terms(self, layers: LayersOfRank) -> dict[str, float]:
-        """Seconds of the optimizer's step, which reads and writes all states, or runs on the host."""
-        own = parameters_of_rank(layers, self.layout)
-        parameters = own.over_shards(self.layout).total if "states" in sharded_kinds(self.layout) else own.total
+        """Seconds of the optimizer's step on all states; on the host, of copies if these take longer."""
+        layout, form, hardware = self.layout, self.format, self.hardware
+        own = parameters_of_rank(layers, layout)
+        parameters = own.over_shards(layout).total if layout.shards("states") else own.total
         parameters *= self.backward_share
-        for technique in PLANNED:
-            if (terms := technique.optimizer_terms(self, own, parameters)) is not None:
-                return terms
-        form = self.format
-        moved = parameters * (2 * form.state + 2 * form.parameter + form.gradient)
-        return {"optimizer": moved / (self.hardware.memory_bandwidth * self.constants.memory_share)}
+        if "optimizer step" not in layout.elsewhere:
+            moved = parameters * (2 * form.state + 2 * form.parameter + form.gradient)
+            return {"optimizer": moved / (hardware.memory_bandwidth * self.constants.memory_share)}
+        copied = parameters * (form.gradient + form.parameter) / hardware.host_bandwidth
+        copies = 0.0  # of shards of parameters to the device, for each forward and backward
+        if "parameters" in layout.elsewhere:
+            passes = 2 * layout.num_microbatches if layout.reshard_after_forward else 1
+            copies = passes * own.over_shards(layout).total * form.gathered / hardware.host_bandwidth
+        return {"host": max(copied, parameters / hardware.host_update_rate) + copies}

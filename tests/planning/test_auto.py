@@ -24,7 +24,7 @@ from lightning_hybrid.callbacks import ActivationCheckpointing
 from lightning_hybrid.errors import LayoutError, PlanError
 from lightning_hybrid.experts import MoE
 from lightning_hybrid.planning import auto
-from lightning_hybrid.predict.techniques.experts import ROUTING_PROOF
+from lightning_hybrid.predict.costs.module import ROUTING_PROOF
 from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies.options import auto_sizes

@@ -36,11 +36,6 @@ def cut_into_stages(
     with one layer fewer in the first, the last or both of these. Otherwise, and by "flops", the boundaries are those
     nearest to equal FLOPs, as the strategies of this package partition.
 
-    Args:
-        costs: The model.
-        num_stages: Stages of the pipeline, at least 1.
-        balanced_by: What all stages have about the same of.
-
     Returns:
         For each stage its layers with the number of them, in order of execution; no stage is empty.
 

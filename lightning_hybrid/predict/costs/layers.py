@@ -220,12 +220,7 @@ class Routing:
             yield Product(self.rows / samples, inner, columns, sharded="inner" if columns < inner else "columns")
 
     def in_unit(self, own: str, other: str) -> Routing:
-        """Return the experts at the same place in the unit ``other``, which is structurally equal to the unit ``own``.
-
-        Args:
-            own: FQN of the unit that the module is in.
-            other: FQN of the other unit.
-        """
+        """Return the experts at the same place in another unit, equal in structure; both are given by their FQNs."""
         names = tuple(other + name[len(own) :] for name in self.parameters)
         return Routing(other + self.module[len(own) :], self.count, names, self.rows, self.matrices)
 

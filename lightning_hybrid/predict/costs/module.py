@@ -24,10 +24,12 @@ from lightning_hybrid.predict.costs.recorded import (
     reductions,
 )
 from lightning_hybrid.predict.ranks import SELECTIVE_SHARE
-from lightning_hybrid.predict.techniques.order import PLANNED
 
 _LAYER_INDEX = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"
+ROUTING_PROOF = (
+    "which experts ranks can share is proved at the start of a run; the plan with expert ranks is subject to that proof"
+)
 
 
 def costs_from_step_graph(
@@ -74,7 +76,7 @@ def costs_from_step_graph(
         routes=common_number(itertools.chain.from_iterable(routings.values())),
         has_tied_embedding=step.has_tied_embedding,
         frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
-        notes=(PROOF, *(each.routing_proof for each in PLANNED if each.routing_proof and routings)),
+        notes=(PROOF, *((ROUTING_PROOF,) if routings else ())),
         names_checksum=checksum_of_names(shapes),
         layers_of_few_stages=tuple(of_few_stages),
     )

@@ -82,13 +82,7 @@ class RecordedStep:
         return max(sequences) if 2 * len(sequences) > len(read) else 1
 
     def _layer(self, group: _Group, owned: Set[str], counted: set[int]) -> LayerCosts:
-        """Return a layer's costs, without its loss and its recomputation.
-
-        Args:
-            group: Its nodes.
-            owned: FQNs of the parameters that are counted in this layer.
-            counted: Values that earlier layers save; those of this one are added.
-        """
+        """Return a layer's costs, without loss and recomputation; what it saves is added to ``counted`` values."""
         graph, shapes, samples = self.graph, self.shapes, self.samples
         used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
         matrices = {parameter: oriented(parameter, shapes) for parameter in used if len(shapes[parameter]) > 1}
@@ -188,15 +182,7 @@ def _groups(graph: StepGraph, part_of: Mapping[str, str]) -> Iterator[_Group]:
 
 
 def _with_repeats(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int, kept: set[int]) -> LayerCosts:
-    """Return the layer with what recomputation saves: inputs of the unit, and all that operations around it save.
-
-    Args:
-        layer: Of the group.
-        group: Of the graph.
-        graph: Of the step.
-        samples: Of the recorded batch.
-        kept: Values that recomputation of earlier layers saves; those of this one are added.
-    """
+    """Return the layer with what recomputation saves besides ``kept`` values: inputs of the unit, all around it."""
     made = {value for node in group.nodes if node.index in group.unit for value in node.outputs}
     around = [node for node in group.nodes if node.index not in group.unit]
     inputs = {value for node in group.nodes if node.index in group.unit for value in node.inputs}

@@ -13,12 +13,12 @@ from lightning_hybrid.experts.moe.upcycling import ListedExperts
 from lightning_hybrid.experts.parallel import adapters
 from lightning_hybrid.planning import costs as strategies_costs
 from lightning_hybrid.planning.costs import record_costs
+from lightning_hybrid.predict.costs.module import ROUTING_PROOF
 from lightning_hybrid.predict.costs.transformer import costs_from_config
 from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.layout import PlanLayout, number_format_of
 from lightning_hybrid.predict.memory import predict_memory
 from lightning_hybrid.predict.search import search_layouts
-from lightning_hybrid.predict.techniques.experts import ROUTING_PROOF
 from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
 from lightning_hybrid.step.recording import recorder
 from models.expert_modules import SwappedNames

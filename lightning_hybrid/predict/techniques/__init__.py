@@ -1,1 +1,0 @@
-"""The techniques that a plan chooses among: an interface, one file for each, and their order."""
