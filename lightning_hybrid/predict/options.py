@@ -129,7 +129,8 @@ def _value(name: str, value: Any, options: Mapping[str, Any]) -> Any:
     if name == "offload":
         if value is None or isinstance(value, Mapping):
             return frozenset(kind for kind, where in (value or {}).items() if where == "cpu")
-        return offloaded_beside(options.get("zero_stage"))
+        stage = options.get("zero_stage")
+        return offloaded_beside(None if stage == "auto" else stage)
     return bool(value) if name == "chunked_loss" else value
 
 

@@ -316,6 +316,8 @@ def test_layouts_are_spelled_as_the_strategy_reads_them():
         "zero_stage": 3,
         "offload": frozenset({"optimizer_states", "gradients", "parameters"}),
     }
+    unset = {"zero_stage": "auto", "offload": "cpu"}
+    assert fixed_fields(unset) == {"offload": frozenset({"optimizer_states"})}, "what any stage allows"
     excluded = {"zero_stage": 0, "recompute": None, "offload": None, "shard_size": None, "num_microbatches": 1}
     assert fixed_fields(excluded) == {
         "zero_stage": 0,
