@@ -29,11 +29,15 @@ class Family(NamedTuple):
     field: str = ""
 
 
+def _ruled_out(candidates: Candidates, field: str, reason: str = "") -> str:
+    if field in candidates.fixed:
+        return f"{field}_parallel_size={candidates.fixed[field]} is set"
+    return "" if getattr(candidates.allowed, field) else reason or "not permitted for this model"
+
+
 def _no_tensor(candidates: Candidates) -> str:
-    if "tensor" in candidates.fixed:
-        return f"tensor_parallel_size={candidates.fixed['tensor']} is set"
-    if not candidates.allowed.tensor:
-        return "not permitted for this model"
+    if reason := _ruled_out(candidates, "tensor"):
+        return reason
     costs = candidates.costs
     if not candidates.is_sharded_by_tensor_ranks:
         return f"tensor ranks would share {candidates.divided_share(1):.0%} of the FLOPs of its layers' parameters"
@@ -53,18 +57,13 @@ def _no_crossing(candidates: Candidates) -> str:
 
 
 def _no_pipeline(candidates: Candidates) -> str:
-    if "pipeline" in candidates.fixed:
-        return f"pipeline_parallel_size={candidates.fixed['pipeline']} is set"
-    if not candidates.allowed.pipeline:
-        return candidates.costs.why_no_stages or "not permitted for this model"
-    return f"{candidates.most_stages} layers and {candidates.ranks} devices have no common number of stages"
+    few = f"{candidates.most_stages} layers and {candidates.ranks} devices have no common number of stages"
+    return _ruled_out(candidates, "pipeline", candidates.costs.why_no_stages) or few
 
 
 def _no_context(candidates: Candidates) -> str:
-    if "context" in candidates.fixed:
-        return f"context_parallel_size={candidates.fixed['context']} is set"
-    if not candidates.allowed.context:
-        return "not permitted for this model"
+    if reason := _ruled_out(candidates, "context"):
+        return reason
     positions, least = candidates.costs.positions, candidates.allowed.positions_per_context_rank
     if positions == 1:
         return "samples are no sequences"
@@ -74,10 +73,8 @@ def _no_context(candidates: Candidates) -> str:
 
 
 def _no_experts(candidates: Candidates) -> str:
-    if "expert" in candidates.fixed:
-        return f"expert_parallel_size={candidates.fixed['expert']} is set"
-    if not candidates.allowed.expert:
-        return "not permitted for this model"
+    if reason := _ruled_out(candidates, "expert"):
+        return reason
     costs = candidates.costs
     if costs.routes:
         return f"{costs.routes} experts and the replicas have no common divisor"

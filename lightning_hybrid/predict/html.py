@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_hybrid.predict.options import spelled
 from lightning_hybrid.predict.plans import Plan
-from lightning_hybrid.predict.report import PlannedRun, number_of, rank_name, why
+from lightning_hybrid.predict.report import PlannedRun, rank_name, ranked_rows
 from lightning_hybrid.schedule import chain, make_schedule, simulate, to_svg
 from lightning_hybrid.text import sized, timed
 
@@ -27,7 +27,7 @@ def html_report(run: PlannedRun, most: int = 5) -> str:
         + (f" of {costs.positions:,} tokens" if costs.positions > 1 else "")
         + f" and {sized(best.memory.capacity)} of memory per device.</p>",
         "<h2>Plans</h2>",
-        _plans(run, plans),
+        _plans(run, most),
         f"<h2>Time of {best.layout.batch:,} samples</h2>",
         *_bars([_time_row(plan, best) for plan in plans], None),
         "<h2>Memory of a rank, chosen plan</h2>",
@@ -56,26 +56,21 @@ def _code(text: str) -> str:
     return f"<code>{escape(text).replace(',', ',<wbr>')}</code>"
 
 
-def _plans(run: PlannedRun, plans: Sequence[Plan]) -> str:
-    rate_unit = run.rate(run.result.best)[1]
-    several = run.has_several_batches(len(plans))
-    head = ("", "layout", *(("samples",) if several else ()), "step", "memory", rate_unit, "why")
-    cells = "".join(
-        f'<th class="{"number" if 2 <= i <= 4 + several else ""}">{name}</th>' for i, name in enumerate(head)
-    )
-    rows = [f"<tr>{cells}</tr>"]
-    for number, plan in enumerate(plans, start=1):
-        assert plan.time is not None
-        step = f'{timed(plan.time.seconds)} <span class="error">± {plan.time_error:.0%}</span>'
-        memory = f'{sized(plan.memory.least)} <span class="error">± {plan.memory_error:.0%}</span>'
-        rows.append(
-            f'<tr class="{"chosen" if number == 1 else ""}"><td>{number}</td>'
-            f"<td>{_code(spelled(plan.layout))}</td>"
-            + (f'<td class="number">{plan.time.samples:,}</td>' if several else "")
-            + f'<td class="number">{step}</td><td class="number">{memory}</td>'
-            f'<td class="number">{number_of(run.rate(plan)[0])}</td><td>{escape(why(plan, run.result.best))}</td></tr>'
+def _plans(run: PlannedRun, most: int) -> str:
+    head, *rows = ranked_rows(run, most)
+    kinds = ["", "", *["number"] * (len(head) - 3), ""]
+    names = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, head, strict=True))
+    lines = [f"<tr>{names}</tr>"]
+    for number, layout, *values, reason in rows:
+        cells = ""
+        for value, _, error in (each.partition(" ± ") for each in values):
+            mark = f' <span class="error">± {error}</span>' if error else ""
+            cells += f'<td class="number">{value}{mark}</td>'
+        lines.append(
+            f'<tr class="{"chosen" if number == "1" else ""}"><td>{number}</td><td>{_code(layout)}</td>'
+            f"{cells}<td>{escape(reason)}</td></tr>"
         )
-    return f"<table>{''.join(rows)}</table>"
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _time_row(plan: Plan, best: Plan) -> tuple[str, Mapping[str, float], str]:

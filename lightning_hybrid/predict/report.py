@@ -170,19 +170,19 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
 
 def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:
     """Return the best plans, each with its layout broken to lines of 120 characters, below a heading."""
-    _, unit = run.rate(run.result.best)
-    rows: list[tuple[str, ...]] = [("", "layout", "samples", "step", "memory", unit, "why")]
+    return columns(ranked_rows(run, most), wrapped=1)
+
+
+def ranked_rows(run: PlannedRun, most: int) -> list[tuple[str, ...]]:
+    """Return a heading and the best plans: number, layout, samples if these differ, step, memory, rate and why."""
+    rows: list[tuple[str, ...]] = [("", "layout", "samples", "step", "memory", run.rate(run.result.best)[1], "why")]
     for number, plan in enumerate(run.result.plans[:most], start=1):
         assert plan.time is not None
-        rate, _ = run.rate(plan)
         step = f"{timed(plan.time.seconds)} ± {plan.time_error:.0%}"
         memory = f"{sized(plan.memory.least)} ± {plan.memory_error:.0%}"
-        samples = f"{plan.time.samples:,}"
-        reason = why(plan, run.result.best)
-        rows.append((str(number), spelled(plan.layout), samples, step, memory, number_of(rate), reason))
-    if not run.has_several_batches(most):
-        rows = [(*row[:2], *row[3:]) for row in rows]
-    return columns(rows, wrapped=1)
+        rate, reason = number_of(run.rate(plan)[0]), why(plan, run.result.best)
+        rows.append((str(number), spelled(plan.layout), f"{plan.time.samples:,}", step, memory, rate, reason))
+    return rows if run.has_several_batches(most) else [(*row[:2], *row[3:]) for row in rows]
 
 
 def number_of(rate: float) -> str:
