@@ -13,7 +13,6 @@ from lightning_hybrid.cli.module import (
     add_layout_to,
     data_and_device_errors,
     layout_and_classes,
-    memory_of,
     memory_rows,
     refusals,
 )
@@ -98,8 +97,8 @@ def explain(
     content |= {
         "techniques": list(run_plan.techniques),
         "offloaded": run.setting.options.offloaded,
-        "memory": [memory_of(rank) for rank in run_plan.memory],
-        "memory_without_techniques": [memory_of(rank) for rank in run_plan.memory_without_techniques],
+        "memory": [rank.sizes for rank in run_plan.memory],
+        "memory_without_techniques": [rank.sizes for rank in run_plan.memory_without_techniques],
     }
     content["may_retry"] = refused is not None and run_plan.partition is not None and run_plan.partition.may_retry
     plan = run.plan

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import inspect
 import math
 import os
@@ -25,7 +24,6 @@ from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.errors import HybridError
 
 if TYPE_CHECKING:
-    from lightning_hybrid.predict.ranks import RankMemory
     from lightning_hybrid.verify import Layout
 
 STATUSES = """exit status: 0 the step can be run under the layout; 2 invalid command line; 3 it cannot: the reason is
@@ -287,15 +285,6 @@ def refusals(layout: Layout, content: dict[str, Any]) -> Iterator[None]:
         content.update(layout=layout.name, refused=f"{type(error).__name__}: {error}")
 
 
-def memory_of(rank: RankMemory) -> dict[str, int | None]:
-    """Return the estimated bytes of one rank by kind; None where a kind is unknown.
-
-    The total is that of memory: without what is offloaded to files, or from a GPU to the host.
-    """
-    sizes = {kind: size for kind, size in dataclasses.asdict(rank).items() if kind != "places"}
-    return {**sizes, "total": rank.total}
-
-
 def memory_rows(
     head: Sequence[str], ranks: Mapping[Any, Mapping[str, int | None]], places: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
@@ -303,7 +292,7 @@ def memory_rows(
 
     Args:
         head: Above the cells that name a rank.
-        ranks: What `memory_of` returns of each, by these cells.
+        ranks: The bytes of each, by these cells.
         places: Where a kind is, if not in memory of the compute device.
     """
     names = (kind.replace("_", " ") + (f" ({where})" if (where := places.get(kind)) else "") for kind in _KINDS)

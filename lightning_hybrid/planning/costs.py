@@ -182,13 +182,7 @@ def first_line(error: Exception) -> str:
 
 
 def with_limits_of(module: nn.Module, costs: ModelCosts, no_stages: str) -> ModelCosts:
-    """Return the costs of a module with what rules out stages or microbatches, and a note on it.
-
-    Args:
-        module: The module.
-        costs: Its costs.
-        no_stages: Why its step cannot be run in stages; "" if it may.
-    """
+    """Return the costs of a module with what rules out stages (``no_stages``) or microbatches, and a note on it."""
     if no_stages:
         note = f"no plan has pipeline ranks or microbatches: {no_stages}"
         costs = dataclasses.replace(costs, why_no_stages=no_stages, notes=(*costs.notes, note))
@@ -258,9 +252,6 @@ def tensors_of_datasets(*holders: Any) -> dict[int, Any]:
     """Return tensors and arrays of datasets, by their identity as `copy.deepcopy` notes what is copied.
 
     They are read alone, and may take as much memory as there is.
-
-    Args:
-        holders: Loaders, data sets, modules and data modules, or collections of these.
     """
     found: dict[int, Any] = {}
     known, open_ = set[int](), [(holder, True) for holder in holders]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
@@ -91,6 +91,11 @@ class RankMemory:
         """Return the bytes of parameters, gradients and optimizer states in a place; None is the compute device."""
         return {kind: getattr(self, kind) for kind in KINDS[:3] if self.places.get(kind) == place}
 
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The bytes of each kind, and the total."""
+        return {**{kind: value for kind, value in vars(self).items() if kind != "places"}, "total": self.total}
+
     def __add__(self, other: RankMemory) -> RankMemory:
         """The memory of both; unknown where either is."""
         return RankMemory(
@@ -106,38 +111,14 @@ class RankMemory:
 
 
 def estimate_rank_memory(
-    parameters: Iterable[ParameterOnRank],
-    activations: int | None,
-    *,
-    working: int = 0,
-    messages: int = 0,
-    footprint: Footprint | None = None,
-    places: Mapping[str, Place] | None = None,
+    parameters: Iterable[ParameterOnRank], activations: int | None, footprint: Footprint | None = None, **others: Any
 ) -> RankMemory:
-    """Estimate the memory of one rank, or of one of its stages.
-
-    Args:
-        parameters: Of the rank.
-        activations: Bytes saved for backward, of all microbatches in flight; None if unknown.
-        working: Bytes of the layer that runs.
-        messages: Bytes of values and gradients that are sent or received.
-        footprint: Bytes of parameters and of gradients between steps, and of what is gathered in a step, if not all of
-            the former two is here at all times.
-        places: Where "parameters", "gradients" or "optimizer_states" are, if not on the compute device.
-    """
+    """Estimate the memory of one rank, or of one of its stages; ``footprint`` tells what is not here at all times."""
     members = list(parameters)
     trained = [each for each in members if each.is_trained]
     here = footprint or Footprint(sum(each.nbytes for each in members), sum(each.nbytes for each in trained), 0)
-    return RankMemory(
-        parameters=here.parameters,
-        gradients=here.gradients,
-        gathered=here.gathered,
-        optimizer_states=_sum([each.state_bytes for each in trained]),
-        activations=activations,
-        working=working,
-        messages=messages,
-        places=places or {},
-    )
+    states = _sum([each.state_bytes for each in trained])
+    return RankMemory(optimizer_states=states, activations=activations, **here._asdict(), **others)
 
 
 def activation_bytes(assignment: Assignment, policies: Policies) -> list[int]:

@@ -114,14 +114,7 @@ class _Recomputed(Active):
 def budgeted_layers(
     recompute: Recompute, world: RankWorld, options: Options, *, syncs_norms: bool
 ) -> BudgetedLayers | None:
-    """Return what chooses the recomputation by a budget; None where ``recompute`` is none.
-
-    Args:
-        recompute: The option.
-        world: The ranks.
-        options: The arguments of the strategy.
-        syncs_norms: Whether BatchNorm takes means over replicas.
-    """
+    """Return what chooses by a budget, if there is one; ``syncs_norms``: BatchNorm averages over replicas."""
     budget = parse_budget(recompute)
     if budget is None:
         return None
@@ -269,13 +262,7 @@ def _is_in(fqn: str, unit: str) -> bool:
 
 
 def describe_policies(policies: dict[str, Policy], recompute: Recompute | None, expected: str = "") -> str:
-    """Return a line for each policy: which layers are recomputed in full, or selectively.
-
-    Args:
-        policies: By layer.
-        recompute: The option.
-        expected: The share that a budget is expected to recompute, in words; empty if unknown.
-    """
+    """Return a line for each policy, with its layers, and the share that a budget is ``expected`` to recompute."""
     in_full = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
     selective = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
     lines = []
@@ -391,14 +378,7 @@ def expected_recomputation(
     full: Sequence[RankMemory],
     rank_of: Callable[[int], int],
 ) -> ExpectedRecomputation | None:
-    """Return what a budget is expected to choose; None where the activations or the free memory are not known.
-
-    Args:
-        budget: Of each rank; a share of the free memory is that of this rank.
-        floor: The memory of each stage whose layers keep nothing.
-        full: The same without recomputation.
-        rank_of: The pipeline rank of a stage.
-    """
+    """Return what a budget is expected to choose, from ``floor`` to ``full`` memory; None where these are unknown."""
     saved = [(low.activations, high.activations) for low, high in zip(floor, full, strict=True)]
     known = [(low, high) for low, high in saved if low is not None and high is not None]
     if len(known) < len(saved):

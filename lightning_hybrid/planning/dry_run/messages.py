@@ -68,12 +68,7 @@ def bytes_of_casts(run: Run) -> int:
 
 
 def gradient_messages(run: Run, num_microbatches: int) -> list[Messages]:
-    """Return the averages of gradients over replicas, the gathers of ZeRO, and the sums over stages.
-
-    Args:
-        run: Of the rank.
-        num_microbatches: Of the batch of a replica.
-    """
+    """Return the averages of gradients over replicas, the gathers of ZeRO, and the sums over stages."""
     sent = [each for technique in run.techniques for each in technique.messages(run, num_microbatches)]
     averages = [] if any(technique.shardings for technique in run.techniques) else [*_average_messages(run)]
     return [*averages, *sent, *_tied_messages(run)]
@@ -88,11 +83,9 @@ def local_names(run: Run) -> list[str]:
     return [name for name in names if plan.rank in plan.ranks_of(name)]
 
 
-def _local(run: Run, *, sharded: bool = True) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-    """Yield the FQN, the parameter and the shape of the local shard; before ZeRO without ``sharded``."""
+def _local(run: Run) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Yield the FQN, the parameter and the shape of the local shard."""
     shardings = run.parts.shardings
-    if not sharded:
-        shardings = [each for each in shardings if each.axis not in ("dp_shard", "ep_shard")]
     parameters = dict(run.setting.module.named_parameters())
     for name in local_names(run):
         yield name, parameters[name], shard_of(shardings, name, full_shape(parameters[name])).shape

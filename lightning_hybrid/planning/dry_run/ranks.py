@@ -102,7 +102,6 @@ class _Described:
             memory = dataclasses.replace(memory, messages=bytes_of_casts(run))
         messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count)]
         messages += self._units.messages(self._assignment, set(stages), self._count, _place(run))
-        sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "places"}
         described = {
             "rank": rank,
             "node": rank // self._per_node,
@@ -116,7 +115,7 @@ class _Described:
                 for axis, group in mesh.groups.items()
                 if group.size() > 1
             },
-            "bytes": {**sizes, "total": memory.total},
+            "bytes": memory.sizes,
             "messages": [{**dataclasses.asdict(each), "sent_bytes": round(each.sent_bytes)} for each in messages],
             "sent_bytes": sent_by_axis(messages),
         }

@@ -95,12 +95,7 @@ class MeshOfRank:
 
 
 def run_of_rank(run: Run, rank: int) -> Run:
-    """Return a planned run with the mesh, the stages and the shards of another rank; nothing else of it may be used.
-
-    Args:
-        run: Planned by the first rank, whose process groups are gone.
-        rank: The global rank.
-    """
+    """Return a run planned by the first rank with the mesh, stages and shards of another; no more of it may be used."""
     mesh: Any = MeshOfRank.of(run.setting.layout, rank)
     plan: Any = None
     if run.plan is not None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.params.boxes import shard_of
-from lightning_hybrid.params.shards import AxisSharding, LocalShards
+from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.predict.ranks import (
     ParameterOnRank,
     RankMemory,
@@ -54,44 +54,54 @@ def memory_of_stages(
         )
         for stage in stages.first_on_each_rank(name):
             members[stage].append(here)
-    return [
-        estimate_rank_memory(
-            of_stage,
-            activations,
-            working=work + _of_optimizer_and_hooks(of_stage, run),
-            messages=exchanged + _of_gradient_messages(of_stage, run),
-            footprint=next(
-                (footprint for each in run.techniques if (footprint := each.footprint(run, of_stage)) is not None), None
-            ),
-            places=run.places,
-        )
-        for of_stage, activations, work, exchanged in zip(
-            members,
-            _activations(run, num_microbatches, recorded or run.assignment, stages.count),
-            _working(run, stages.count),
-            _exchanged(run, stages.count),
-            strict=True,
-        )
-    ]
+    of_step = _of_step(run, num_microbatches, recorded or run.assignment, stages.count)
+    return [_of_stage(run, held, *sizes) for held, sizes in zip(members, of_step, strict=True)]
 
 
-def _of_optimizer_and_hooks(members: Sequence[ParameterOnRank], run: Run) -> int:
-    """Bytes of a new gradient beside the sum, of an optimizer's step, and of gradients that are copied."""
-    if not run.is_pipelined:  # without a recorded step no bound is given
-        return 0
-    trained = [each for each in members if each.is_trained]
-    footprint = sum(each.shard_bytes for each in trained) if old_gradients_are_read(run.setting.trainer) else 0
-    if run.setting.trainer.accumulate_grad_batches > 1:  # copies of those of earlier batches, for a rollback
-        footprint = sum(each.nbytes for each in trained)
-    return footprint + 3 * max((each.nbytes for each in trained), default=0)
+def _of_stage(
+    run: Run, members: Sequence[ParameterOnRank], activations: int | None, working: int, messages: int
+) -> RankMemory:
+    """Return the memory of one stage; without a recorded step no bound is given of the optimizer and of averages."""
+    setting, trained = run.setting, [each for each in members if each.is_trained]
+    gradients = sum(each.nbytes for each in trained)
+    if run.is_pipelined:
+        if setting.trainer.accumulate_grad_batches > 1:
+            working += gradients  # copies of those of earlier batches, for a rollback
+        elif old_gradients_are_read(setting.trainer):
+            working += sum(each.shard_bytes for each in trained)
+        # A new gradient beside the sum, and the optimizer's step.
+        working += 3 * max((each.nbytes for each in trained), default=0)
+        if run.setting.layout.data_parallel_size > 1 and not any(
+            each.gathers_per_layer(run) for each in run.techniques
+        ):
+            messages += gradients  # averages over replicas, which go all at once
+    found = (technique.footprint(run, members) for technique in run.techniques)
+    footprint = next((each for each in found if each is not None), None)
+    return estimate_rank_memory(
+        members, activations, working=working, messages=messages, footprint=footprint, places=run.places
+    )
 
 
-def _of_gradient_messages(members: Sequence[ParameterOnRank], run: Run) -> int:
-    """Bytes of averages of gradients over replicas, which go all at once."""
-    is_averaged = run.is_pipelined and run.setting.layout.data_parallel_size > 1
-    if not is_averaged or any(each.gathers_per_layer(run) for each in run.techniques):
-        return 0
-    return sum(each.nbytes for each in members if each.is_trained)
+def _of_step(
+    run: Run, num_microbatches: int, recorded: Assignment | None, num_stages: int
+) -> Iterable[tuple[int | None, int, int]]:
+    """Return of each stage the bytes of activations in flight, of the layer that runs and the batch, and of messages.
+
+    Without a recorded step the first are unknown, and the others 0.
+    """
+    activations: Sequence[int | None] = [None] * num_stages
+    if recorded is not None:
+        activations = saved = activation_bytes(recorded, run.policies)
+        if run.plan is not None and run.is_pipelined:
+            in_flight = in_flight_at_peak(run.plan.training_schedule(num_microbatches), saved)
+            activations = [each * count for each, count in zip(saved, in_flight, strict=True)]
+    working = messages = [0] * num_stages
+    if run.assignment is not None:
+        # With its copy in the snapshot before a step.
+        batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
+        working = [each + batch for each in working_bytes(run.assignment, run.policies)]
+        messages = message_bytes(run.assignment)
+    return zip(activations, working, messages, strict=True)
 
 
 def without_techniques(run: Run) -> Run:
@@ -118,17 +128,14 @@ class _Stages:
         self._run = run
         self._plan = run.plan if run.is_pipelined and run.plan is not None and run.plan.is_partitioned else None
         self.count = 1 if self._plan is None else self._plan.num_stages
-        shardings: Sequence[AxisSharding] = run.parts.shardings
-        self._shardings = shardings
-        self._before_zero = [sharding for sharding in shardings if sharding.axis not in _OVER_REPLICAS]
-
-    def of(self, name: str) -> tuple[int, ...]:
-        return (0,) if self._plan is None else self._plan.stages_of(name)
+        self._shardings = run.parts.shardings
+        self._before_zero = [each for each in self._shardings if each.axis not in _OVER_REPLICAS]
 
     def first_on_each_rank(self, name: str) -> Iterable[int]:
         """The stages that hold a parameter; only the first one of each rank, whose stages share it."""
-        stages = self.of(name)
-        return stages if self._plan is None else {self._plan.rank_of(stage): stage for stage in stages[::-1]}.values()
+        if self._plan is None:
+            return (0,)
+        return {self._plan.rank_of(stage): stage for stage in self._plan.stages_of(name)[::-1]}.values()
 
     def shape(self, name: str, parameter: Tensor, *, sharded: bool = False) -> tuple[int, ...]:
         shardings = self._shardings if sharded else self._before_zero
@@ -152,30 +159,3 @@ def _nbytes(parameter: nn.Parameter, shape: Sequence[int]) -> int:
 def _state_bytes(sizes: Sequence[StateSizes], parameter: Tensor, shape: Sequence[int]) -> int | None:
     known = [each.nbytes(parameter, shape) for each in sizes if each.steps(parameter)]
     return None if None in known else sum(size for size in known if size is not None)
-
-
-def _activations(
-    run: Run, num_microbatches: int, assignment: Assignment | None, num_stages: int
-) -> Sequence[int | None]:
-    """Bytes saved for backward by the microbatches in flight, of each stage; None where no step is recorded."""
-    if assignment is None:
-        return [None] * num_stages
-    saved = activation_bytes(assignment, run.policies)
-    if run.plan is None or not run.is_pipelined:
-        return saved
-    in_flight = in_flight_at_peak(run.plan.training_schedule(num_microbatches), saved)
-    return [each * count for each, count in zip(saved, in_flight, strict=True)]
-
-
-def _working(run: Run, num_stages: int) -> Sequence[int]:
-    """Bytes of the layer that runs, of each stage, of the batch and of its copy; 0 where no step is recorded."""
-    if run.assignment is None:
-        return [0] * num_stages
-    # With its copy in the snapshot before a step.
-    batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
-    return [each + batch for each in working_bytes(run.assignment, run.policies)]
-
-
-def _exchanged(run: Run, num_stages: int) -> Sequence[int]:
-    """Bytes of messages between stages, of each of them; 0 where no step is recorded."""
-    return [0] * num_stages if run.assignment is None else message_bytes(run.assignment)
