@@ -200,6 +200,11 @@ class Run:
         return self.plain_runner is not None and self.plain_runner.runs_shares
 
     @property
+    def shared_last_batch(self) -> bool:
+        """Whether these ranks ran the last training step on shares of its batch."""
+        return self.plain_runner is not None and self.plain_runner.shared_last_batch
+
+    @property
     def unsplit_step_names(self) -> frozenset[str]:
         """Names of steps whose batches are not split into microbatches, so far."""
         return frozenset() if self.runner is None else self.runner.unsplit_step_names
