@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from lightning_hybrid.patching import ignore_warnings, keep_clean, replace, repl
 from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.recording.kept import RecordedCall
+from lightning_hybrid.step.standins.numbers import is_known
 
 
 def silence_sync_dist_advice() -> Callable[[], None]:
@@ -127,7 +127,7 @@ def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[st
     if entry.metric is None:
         module.log(entry.name, torch.tensor(value, dtype=entry.dtype, device=module.device), **kwargs)
         return
-    cache = None if math.isnan(value) else torch.tensor(value, device=module.device)
+    cache = torch.tensor(value, device=module.device) if is_known(value) else None
     entry.metric._forward_cache = cache  # type: ignore[assignment]
     module.log(entry.name, entry.metric, **kwargs)
 
