@@ -159,7 +159,7 @@ class StepResultExchange:
                 values = [guess if math.isnan(value) else value for value, guess in zip(values, guesses, strict=True)]
             if math.isnan(of_batch):
                 self._combined_keys.add(key)
-                of_batch = self._combined(key, entry.with_values(values, entry.sizes))
+                of_batch = self._combined(key, entry.with_values(values, entry.sizes, entry.is_logged))
             logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, numbers, strict=False):

@@ -41,8 +41,9 @@ class Entry:
         other: The logged object, if it is no number at all; an overridden ``log`` may accept it.
         value: Index of the logged value in the step graph, if it is one.
         kwargs: The other arguments of the call, those of the last microbatch.
-        values: By microbatch; NaN where the value is on another rank.
+        values: By microbatch; NaN where the value is on another rank, or is none in the user's step either.
         sizes: The ``batch_size`` argument, by microbatch.
+        is_logged: By microbatch, whether it has logged the key.
         origin: The call of a metric that has returned the logged value, if one has.
         is_python: Whether a Python number was logged.
         is_integer: Whether an integer tensor was logged: a count.
@@ -54,6 +55,7 @@ class Entry:
     kwargs: dict[str, Any]
     values: list[float]
     sizes: list[int | None]
+    is_logged: list[bool]
     dtype: torch.dtype = torch.float32
     guesses: list[float] = field(default_factory=list)
     other: Any = NUMBER
@@ -84,8 +86,11 @@ class Entry:
 
         ``over`` is how the value depends on the samples, where it is known: "sum", "max", "min", "mean".
         """
-        logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
+        # A mean over the samples that a mask selects is NaN in a microbatch without any, which then weighs nothing.
+        logged = [i for i, value in enumerate(self.values) if self.is_logged[i] and (weights[i] or value == value)]
         values = [self.values[index] for index in logged]
+        if not values or any(map(math.isnan, values)):  # `max` would hide it
+            return math.nan
         is_of_metric = self.metric is not None or self.origin is not None  # then each is that of the batch already
         if (
             not is_of_metric
@@ -115,9 +120,9 @@ class Entry:
         """Let every microbatch have the value of the batch."""
         self.values = [value] * len(self.values)
 
-    def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
-        """A copy of the entry with the values and sizes of other microbatches."""
-        return replace(self, values=values, sizes=sizes)
+    def with_values(self, values: list[float], sizes: list[int | None], is_logged: list[bool]) -> Entry:
+        """A copy of the entry with values, sizes and flags of other microbatches."""
+        return replace(self, values=values, sizes=sizes, is_logged=is_logged)
 
     def total_kwargs(self) -> dict[str, Any]:
         """Arguments of one ``log`` call for all microbatches: the batch sizes are summed."""
@@ -164,12 +169,13 @@ class LogCapture:
             for key, one in keyed(self.runs.get(index, ())):
                 if key not in entries:
                     values, guesses = [math.nan] * self._count, [math.nan] * self._count
-                    entries[key] = replace(one, values=values, guesses=guesses, sizes=[None] * self._count)
+                    none = {"sizes": [None] * self._count, "is_logged": [False] * self._count}
+                    entries[key] = replace(one, values=values, guesses=guesses, **none)
                 entry = entries[key]
                 entry.kwargs, entry.value, entry.origin = one.kwargs, one.value, one.origin
                 entry.is_python, entry.is_integer = one.is_python, one.is_integer
                 entry.values[index], entry.guesses[index] = one.values[0], one.guesses[0]
-                entry.sizes[index] = one.sizes[0]
+                entry.sizes[index], entry.is_logged[index] = one.sizes[0], True
         return list(entries.values())
 
     def entry(self, name: str, value: Any, kwargs: dict[str, Any], origin: Any) -> Entry:
@@ -180,7 +186,7 @@ class LogCapture:
         if not is_tensor and metric is None and self._has_guessed():
             exact, guess = guess, exact
         return Entry(
-            *(name, metric, kwargs, [exact], [kwargs.get("batch_size")], _dtype(value), [guess]),
+            *(name, metric, kwargs, [exact], [kwargs.get("batch_size")], [True], _dtype(value), [guess]),
             other=value if number is None and metric is None else NUMBER,
             value=(getattr(value, MARK, None) or (None, None))[1],
             origin=origin,

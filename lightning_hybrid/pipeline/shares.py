@@ -148,7 +148,7 @@ def _branches_differ(rows: Sequence[MicrobatchResults]) -> bool:
 def _picklable(entry: Entry) -> Any:
     """The fields of an entry that other ranks need, as a picklable tuple."""
     kwargs = {name: value for name, value in entry.kwargs.items() if isinstance(value, _PLAIN)}
-    return entry.name, entry.values, entry.sizes, kwargs, entry.dtype
+    return entry.name, entry.values, entry.sizes, entry.is_logged, kwargs, entry.dtype
 
 
 def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]:
@@ -160,16 +160,20 @@ def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]
     for key in dict.fromkeys(key for indices in by_rank for key in indices):
         values: list[float] = []
         sizes: list[int | None] = []
+        is_logged: list[bool] = []
         for entries, indices, count in zip(named, by_rank, counts, strict=True):
-            entry = entries[indices[key]] if key in indices else ("", [math.nan] * count, [None] * count)
+            entry = (
+                entries[indices[key]] if key in indices else ("", [math.nan] * count, [None] * count, [False] * count)
+            )
             values += entry[1]
             sizes += entry[2]
+            is_logged += entry[3]
         if key in by_rank[rank]:
-            joined.append(rows[rank].entries[by_rank[rank][key]].with_values(values, sizes))
+            joined.append(rows[rank].entries[by_rank[rank][key]].with_values(values, sizes, is_logged))
         else:
             owner = next(other for other, indices in enumerate(by_rank) if key in indices)
-            name, _, _, kwargs, dtype = named[owner][by_rank[owner][key]]
-            joined.append(Entry(name, None, kwargs, values, sizes, dtype))
+            name, _, _, _, kwargs, dtype = named[owner][by_rank[owner][key]]
+            joined.append(Entry(name, None, kwargs, values, sizes, is_logged, dtype))
     return joined
 
 
