@@ -6,6 +6,7 @@ they are sent meanwhile, where the channel lets a collective overtake transfers.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -115,7 +116,7 @@ class StepResultExchange:
             return ABSENT
         if entry.metric is not None:
             number = self._metrics.values()(entry.metric, None)
-        elif not all(map(is_known, entry.values)):
+        elif any(map(math.isnan, entry.values)):  # one is elsewhere, or is no number: then the batch's is none either
             return ABSENT
         elif entry.value is not None and key not in self._measured:
             number = None if batch.is_mean(entry.value) else batch.value(entry.value)

@@ -183,12 +183,13 @@ class PlainRunner(MicrobatchRunner):
         weights, loss_weights, seeds = _weights(share, backwards)
         appended = AppendedEntries(root) if call.trains and share.total > 1 else None
         is_compared = backwards.are_run and self._sharing.size > 1 and not self._leaves_changes
-        changes = ModuleChanges(root, by_content=self.needs_weighting_check) if is_compared else None
+        given = call.batch, share.microbatches  # which have version counters of their own
+        changes = ModuleChanges(root, given, by_content=self.needs_weighting_check) if is_compared else None
         runs_share = backwards.are_run and self.runs_shares
         if call.trains:
             self.shared_last_batch = runs_share
         may_stop = backwards.are_run and self._has_backward_code is None and share.is_complete
-        snapshot = StepSnapshot(root) if runs_share or may_stop else None
+        snapshot = StepSnapshot(root, batches=given) if runs_share or may_stop else None
         first = self._replica * share.total + share.first
         keyed = partial(self._draws.keyed, call.name, call.number, first)
         with (
