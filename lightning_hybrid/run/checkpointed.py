@@ -29,9 +29,9 @@ class CheckpointedStrategy(RankedStrategy):
         options: The arguments of the strategy.
     """
 
+    _options_for: Callable[[], Any] | None = None  # refers to the module that options are planned for
+
     def __init__(self, options: Options, **lightning: Any) -> None:
-        self.options = options  # read where Lightning's own sets the module
-        self._compiles_as_module: Callable[[], Any] | None = None  # refers to the module that the user has compiled
         super().__init__(options, **lightning)
         self._files = CheckpointFiles()
         self._state: FullOrShardedState | None = None
@@ -43,7 +43,7 @@ class CheckpointedStrategy(RankedStrategy):
             **super().__getstate__(),
             "_files": CheckpointFiles(),
             "_state": None,
-            "_compiles_as_module": None,
+            "_options_for": None,
         }
 
     @property
@@ -55,10 +55,10 @@ class CheckpointedStrategy(RankedStrategy):
     def _lightning_module(self, module: Any) -> None:
         # Lightning sets it just before it refuses a compiled module for any strategy that it does not know.
         compiled = uncompiled(module)
-        if self._compiles_as_module is not None and module is not self._compiles_as_module():
-            self._compiles_as_module, self.options = None, replace(self.options, compile=None)
+        if module is not None and (self._options_for is None or module is not self._options_for()):
+            # What was planned, or compiled, was for another module.
+            self.options, self.predicted_plan, self._options_for = self._requested, None, weakref.ref(module)
         if compiled is not None and self.options.compile is None:
-            self._compiles_as_module = weakref.ref(module)
             self.options = replace(self.options, compile=compiled or "units")
             rank_zero_info(
                 f"{type(module).__name__} was compiled as one function, and is compiled layer by layer, as with"

@@ -59,7 +59,7 @@ class RankedStrategy(ParallelStrategy):
     _may_plan = True  # sizes that are "auto"
 
     def __init__(self, options: Options, **lightning: Any) -> None:
-        self.options = options
+        self.options = self._requested = options
         super().__init__(**lightning)
         self.num_nodes = 1
         self._requested_recompute: Recompute | None = None  # by a callback
@@ -177,7 +177,7 @@ class RankedStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether samplers must be split: with one replica the user's order of samples stays."""
-        return self.layout.data_parallel_size > 1 and not is_check_of_batch_size_search()
+        return not is_check_of_batch_size_search() and self.layout.data_parallel_size > 1
 
     @property
     def global_rank(self) -> int:
@@ -269,7 +269,9 @@ class RankedStrategy(ParallelStrategy):
         may_plan = self._may_plan and self.options.may_be_planned
         is_planned = may_plan and needs_plan(self)
         # One process plans, which has no process groups; the others wait for it where they meet.
-        planned = plan_options(self) if is_planned and rank == 0 else {}
+        planned: dict[str, Any] | Exception = {}
+        if is_planned and rank == 0:
+            planned, self.predicted_plan = plan_options(self)
         self._backend = backend = requested or _get_default_process_group_backend_for_device(self.root_device)
         # See [Note: groups bound to a device].
         in_stages = is_planned or self._resolve_layout().pipeline_parallel_size > 1
@@ -279,14 +281,15 @@ class RankedStrategy(ParallelStrategy):
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
-        if in_stages and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        if may_plan and (agreed := agreed_plan(planned, rank)):
+            self.options = self.options.with_planned(agreed)
+        layout = self._resolve_layout()
+        if layout.pipeline_parallel_size > 1 and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
             raise ValueError(
                 "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have separate channels, but"
-                " init_process_group was called with device_id=...; leave device_id out, or let the Trainer call it"
+                " init_process_group was called with device_id=..., by you or by an earlier fit without stages; leave"
+                " device_id out, or begin this fit in a process of its own"
             )
-        if may_plan:
-            self._adopt_plan(agreed_plan(planned, rank))
-        layout = self._resolve_layout()
         # Groups that are still there when the interpreter collects its garbage can keep the process from ending;
         # Lightning sees to that for NCCL alone.
         atexit.unregister(_destroy_dist_connection)
@@ -304,11 +307,6 @@ class RankedStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
             self._world.connect(module._trainer, module)
-
-    def _adopt_plan(self, planned: dict[str, Any]) -> None:
-        """Take the options that the first rank has planned."""
-        if planned:
-            self.options = self.options.with_planned(planned)
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks."""
