@@ -205,7 +205,7 @@ def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) 
     options = {name: copy.copy(value) for name, value in optimizer.param_groups[group].items() if name != "params"}
     if (lr := options.get("lr")) is not None:  # a warmup begins at 0, where all optimizers do the same: nothing
         options["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
-    twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
+    twin.__dict__.update(param_groups=[{**options, "params": parameters}], state=defaultdict(dict))
     if getattr(type(optimizer), INDEPENDENT, False):  # torch copies no attributes of a class of a third party
         plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
         twin.__dict__.update(plain | {name: None for name, value in vars(optimizer).items() if value is None})

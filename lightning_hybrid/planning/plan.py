@@ -246,8 +246,7 @@ def _narrowed(lifecycle: RunLifecycle) -> RecordedBatch | None:
     count = choose_count(batch, options.microbatches, num_stages, options.batch_splitter)
     first = split(batch, count, options.batch_splitter)[0][0]
     options = dataclasses.replace(options, example_batch=first, num_microbatches=1, batch_splitter=None)
-    lifecycle.setting = dataclasses.replace(setting, options=options)
-    lifecycle.run = dataclasses.replace(lifecycle.run, setting=lifecycle.setting)
+    lifecycle.use_options(options)
     return RecordedBatch(batch_size_of(batch), count)
 
 

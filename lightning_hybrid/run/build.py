@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.pipeline.stages.plan import StagePlan
     from lightning_hybrid.run.partition import ModulePartition
+    from lightning_hybrid.strategies.options.options import Options
 
 
 class RunOwner(Protocol):
@@ -47,6 +48,9 @@ class RunOwner(Protocol):
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module as a checkpoint has it; collective."""
+
+    def use_options(self, options: Options) -> None:
+        """Run under other options from the next layout on."""
 
     def make_full(self) -> None:
         """Gather the full module on every rank."""

@@ -193,7 +193,7 @@ class LayoutChooser(OwnedByRun, StepPolicy):
         """Partition the module anew, at the cuts that measured steps have chosen on all ranks."""
         with self.setting.world.as_launcher():
             self.setting.world.rendezvous("a change of the layout")
-            self._owner.setting = apply_pending_cuts(self.setting)
+            self._owner.use_options(with_pending_cuts(self.setting))
             self._change_layout(arguments, "")
 
     def _choose_trace(self, arguments: Sequence[Any]) -> None:
@@ -283,12 +283,12 @@ def pending_cuts(trainer: pl.Trainer) -> Sequence[str] | None:
     return next((cuts.pending for cuts in chosen if cuts.pending is not None), None)
 
 
-def apply_pending_cuts(setting: Setting) -> Setting:
-    """Return the setting of a run with the pending cuts, which are no longer pending."""
+def with_pending_cuts(setting: Setting) -> Options:
+    """Return the options of a run with the pending cuts, which are no longer pending."""
     options = dataclasses.replace(setting.options, pipeline_cuts=pending_cuts(setting.trainer))
     for chosen in _chosen(setting.trainer):
         chosen.applied()
-    return dataclasses.replace(setting, options=options)
+    return options
 
 
 def _chosen(trainer: Any) -> Iterator[RebalancedCuts]:

@@ -34,6 +34,7 @@ from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.logs.reduction import drop_logger_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput import count_devices_in_throughput
+from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
@@ -230,6 +231,11 @@ class RunLifecycle:
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module as a checkpoint has it; collective."""
         return self._files.averaged_state(copy)
+
+    def use_options(self, options: Options) -> None:
+        """Run under other options from the next layout on."""
+        self.setting = dataclasses.replace(self.setting, options=options)
+        self.run = dataclasses.replace(self.run, setting=self.setting)
 
     def make_full(self, *, for_run: bool = False) -> None:
         """Gather the full module on every rank, to train it on under another layout or at the end; collective."""

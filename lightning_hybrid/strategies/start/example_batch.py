@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid.patching import reduced_as, replace
+from lightning_hybrid.patching import reduced_as, replace, replaced
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.step.module_state.snapshots import ArgumentSnapshot, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import children_of, flatten
@@ -143,14 +143,11 @@ def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
 
 @contextlib.contextmanager
 def _without_workers(loaders: Sequence[DataLoader[Any]]) -> Iterator[None]:
-    kept = [(loader, loader.num_workers, loader.timeout) for loader in loaders]
-    for loader in loaders:
-        loader.num_workers, loader.timeout = 0, 0
-    try:
+    with contextlib.ExitStack() as stack:
+        for loader in loaders:
+            for name in ("num_workers", "timeout"):
+                stack.enter_context(replaced(loader, name, 0, reason="an example batch is made here"))
         yield
-    finally:
-        for loader, num_workers, timeout in kept:
-            loader.num_workers, loader.timeout = num_workers, timeout
 
 
 def _states_of(owners: list[Any]) -> list[tuple[Any, Any]]:
