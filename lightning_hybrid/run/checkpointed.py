@@ -15,11 +15,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.run.checkpoint_folders import CheckpointFolders
 from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.start.compiled_module import uncompiled
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+
+
+def _files_of(options: Options) -> CheckpointFiles:
+    return CheckpointFolders() if options.save_distributed_checkpoint else CheckpointFiles()
 
 
 class CheckpointedStrategy(RankedStrategy):
@@ -33,7 +38,7 @@ class CheckpointedStrategy(RankedStrategy):
 
     def __init__(self, options: Options, **lightning: Any) -> None:
         super().__init__(options, **lightning)
-        self._files = CheckpointFiles()
+        self._files = _files_of(options)
         self._state: FullOrShardedState | None = None
         self._empty: EmptyInit | None = None
 
@@ -41,7 +46,7 @@ class CheckpointedStrategy(RankedStrategy):
         """Pickle neither a module's state nor open files."""
         return {
             **super().__getstate__(),
-            "_files": CheckpointFiles(),
+            "_files": _files_of(self.options),
             "_state": None,
             "_options_for": None,
         }

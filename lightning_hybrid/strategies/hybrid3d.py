@@ -286,7 +286,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         if self._lifecycle is not None:
             self._lifecycle.end()
         self.close_world(moves_module=self._state is None or self._state.can_be_moved)
-        self._files.close()
+        self._files.close(in_shards=self._state is not None and not (self._state.is_full or self._state.has_failed))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

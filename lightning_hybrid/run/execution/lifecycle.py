@@ -31,12 +31,10 @@ from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.run.optimization import connect_optimizers
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
-from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.logs.reduction import drop_logger_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput import count_devices_in_throughput
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
 from lightning_hybrid.strategies.state.partial import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
@@ -291,15 +289,8 @@ class RunLifecycle:
         setting, is_first = self.setting, not self._is_announced
         announce_run(self.run, with_environment=is_first)
         connect_monitors(self.run, None if self._partition is None else self._partition.graph)
-        if (
-            is_first
-            and setting.is_fitting
-            and setting.shards_module
-            and not setting.options.save_distributed_checkpoint
-        ):
-            optimizers = setting.trainer.optimizers
-            with only_informs("the estimated size of a checkpoint"):
-                warn_of_large_single_file(setting.trainer, setting.module, optimizers, **setting.sizes_of_states)
+        if is_first and setting.is_fitting and setting.shards_module:
+            self._files.warn_of_size(setting)
         self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------
