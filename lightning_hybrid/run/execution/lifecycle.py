@@ -24,7 +24,7 @@ from lightning_hybrid.run.contexts import StepContexts
 from lightning_hybrid.run.description.monitors import connect_monitors
 from lightning_hybrid.run.description.table import announce_run
 from lightning_hybrid.run.execution.first_step import FirstStepCheck
-from lightning_hybrid.run.execution.guard import MemoryGuard, guard_trials, searches_batch_size
+from lightning_hybrid.run.execution.guard import BatchSizeTrials, MemoryGuard, searches_batch_size
 from lightning_hybrid.run.execution.layout import LayoutChooser, with_cuts_of_checkpoint
 from lightning_hybrid.run.execution.steps import StepExecution, StepPolicy
 from lightning_hybrid.run.module_state import FullOrShardedState
@@ -92,7 +92,6 @@ class RunLifecycle:
         self.state, self._files = state, files
         self._partition: ModulePartition | None = None  # of a layout that is not announced yet
         self._is_announced = False
-        self._modes: list[tuple[nn.Module, bool]] = []  # of modules, before a trial of a batch size
         self.optimization = Optimization()
         self.setting = Setting(
             trainer=trainer,
@@ -181,8 +180,7 @@ class RunLifecycle:
         policies: tuple[StepPolicy, ...] = self.first_step, self.changes
         fits = setting.is_fitting and setting.options.microbatch is not None
         if not fits and searches_batch_size(setting.trainer) and world.layout.world_size > 1:
-            guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
-            world.until_end.callback(guard_trials(world, guard, self._begin_trial, self._abandon_trial))
+            BatchSizeTrials(self, self.execution)
         if not setting.is_fitting or not (fits or setting.needs_runner):
             return policies
         from lightning_hybrid.run.execution.fit import (
@@ -193,26 +191,9 @@ class RunLifecycle:
 
         if not fits:
             return *policies, WeightedMicrobatches(self.execution, None)
-        guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
         check_microbatch_option(setting)
-        fit = FittingMicrobatches(setting, guard)
+        fit = FittingMicrobatches(setting, MemoryGuard(world))
         return *policies, WeightedMicrobatches(self.execution, fit), fit
-
-    def _begin_trial(self) -> None:
-        self._modes = [(each, each.training) for each in self.setting.module.modules()]
-        if self.run.runner is not None:
-            self.run.runner.forget_batch_sizes()
-
-    def _abandon_trial(self) -> None:
-        self.execution.abandon()
-        self.run.active.end_evaluation()
-        for module, is_training in self._modes:
-            module.training = is_training
-        trainer = self.setting.trainer
-        trainer.training = True  # a validation may have failed
-        trainer._logger_connector.reset_results()
-        trainer._logger_connector.reset_metrics()
-        self._begin_trial()
 
     # -- the owner of the run -----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
 from lightning_hybrid.strategies.world.callbacks import RunCallback
 
+if TYPE_CHECKING:
+    from lightning_hybrid.strategies.world.failures import RankFailures
+
 _SIGTERM = "sigterm"  # key in the store
 _INTERRUPT = 1 << 32  # above any number of stop points
 
@@ -28,14 +31,12 @@ log = logging.getLogger(pl.__name__)
 class GracefulStop:
     """Agreement of the ranks on a stop, through the store by which they met: it works where collectives do not.
 
-    ``timeout`` is for ranks that do not come to a stop point; ``is_over`` returns whether a rank has failed.
+    ``timeout`` is for ranks that do not come to a stop point; none is waited for after one of the ``failures``.
     """
 
-    def __init__(
-        self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, is_over: Callable[[], bool]
-    ) -> None:
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, failures: RankFailures) -> None:
         self._trainer, self._mesh, self._store = trainer, mesh, store
-        self._timeout, self._is_over = timeout, is_over
+        self._timeout, self._is_over = timeout, failures.any_reported
         self._batches = self._stop_points = self._interrupts = 0
         self._is_signalled = False
         self._signal_due: int | None = None
