@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -73,10 +75,8 @@ class CheckpointFiles:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def save(
-        self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, save_file: Callable[..., None]
-    ) -> None:
-        """Write a folder, each rank its own bytes, or one file by Lightning's own ``save_file`` on the first rank.
+    def save(self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, checkpoint_io: CheckpointIO) -> None:
+        """Write a folder, each rank its own bytes, or one file on the first rank.
 
         Raises:
             TypeError: ``storage_options`` are passed for a folder.
@@ -88,12 +88,13 @@ class CheckpointFiles:
         layout = self._world.layout
         own = {"seed": self.seed, "layout": self._axis_sizes()}
         is_keyed = self._are_of_ranks or layout.world_size > 1 or needs_runner(self._options, layout)
-        self._write({**checkpoint, **({"hybrid3d": own} if is_keyed else {})}, path, storage_options, save_file)
+        self._write({**checkpoint, **({"hybrid3d": own} if is_keyed else {})}, path, storage_options, checkpoint_io)
 
-    def _write(self, state: dict[str, Any], path: Any, storage_options: Any, save_file: Callable[..., None]) -> None:
-        if self._is_first and folder.is_folder(path) and folder.is_checkpoint(Path(path)):
-            folder.remove(Path(path))
-        save_file(state, path, storage_options)
+    def _write(self, state: dict[str, Any], path: Any, storage_options: Any, checkpoint_io: CheckpointIO) -> None:
+        if self._is_first:
+            if folder.is_folder(path) and folder.is_checkpoint(Path(path)):
+                folder.remove(Path(path))
+            checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
 
     @property
     def _is_first(self) -> bool:
@@ -102,16 +103,17 @@ class CheckpointFiles:
     def _axis_sizes(self) -> dict[str, int]:
         return {**self._world.layout.by_axis, "stages_per_rank": self._state.stages_per_rank}
 
-    def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
-        """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``."""
-        self._background.wait(on_error=on_error)
+    def wait(self) -> None:
+        """Wait until the checkpoint being written is complete; a CheckpointError if it could not be."""
+        self._background.wait()
 
-    def remove(self, filepath: Any, remove_file: Callable[[Any], None]) -> None:
-        """Remove a checkpoint, after the one being written is complete, or by Lightning's own ``remove_file``."""
+    def removes(self, filepath: Any) -> bool:
+        """Remove a folder, after the one being written is complete; return whether it may be one."""
         if "://" in str(filepath) or not (self._background.is_writing or folder.is_folder(filepath)):
-            remove_file(filepath)
-        elif self._is_first:
+            return False
+        if self._is_first:
             self._background.remove(Path(os.path.abspath(filepath)))
+        return True
 
     def close(self, *, in_shards: bool) -> None:
         """Wait for the checkpoint being written at the end of a run, which may leave the module ``in_shards``."""
@@ -119,8 +121,8 @@ class CheckpointFiles:
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def load(self, path: Any, weights_only: bool | None, load_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Read a folder on every rank, or a file by ``load_file``; a resumed run draws what the saved one would.
+    def load(self, path: Any, weights_only: bool | None, checkpoint_io: CheckpointIO) -> dict[str, Any]:
+        """Read a folder or a file on every rank; a resumed run draws what the saved one would.
 
         Raises:
             CheckpointError: A folder is incomplete, or no checkpoint of this package.
@@ -135,7 +137,10 @@ class CheckpointFiles:
             checkpoint = saved.checkpoint(unread=self._unread_parameters())
             self._generator_states = saved.generators()
         else:
-            checkpoint = load_file(path, weights_only=weights_only)
+            torch.cuda.empty_cache()
+            # Lightning passes a function that leaves storages on the host; torch loads no quantized states by one.
+            place: dict[str, Any] = {"map_location": "cpu"} if type(checkpoint_io) is TorchCheckpointIO else {}
+            checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only, **place)
         saved_by_ranks = checkpoint.get("hybrid3d", {})
         self.seed = saved_by_ranks.get("seed", self.seed)
         self._report_layout_change(path, saved_by_ranks.get("layout") or {})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -104,7 +104,7 @@ class CheckpointFolders(CheckpointFiles):
         with torch._C.DisableTorchFunction():
             return self._state.optimizers.local_states.optimizer(optimizer)
 
-    def _write(self, state: dict[str, Any], path: Any, storage_options: Any, save_file: Callable[..., None]) -> None:
+    def _write(self, state: dict[str, Any], path: Any, storage_options: Any, checkpoint_io: CheckpointIO) -> None:
         if storage_options is not None:
             raise TypeError("save_checkpoint(storage_options=...) is for a CheckpointIO, which writes no folders")
         if "://" in str(path):

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -20,6 +19,7 @@ from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.start.compiled_module import uncompiled
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.state.partial import check_is_full
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 
@@ -100,8 +100,11 @@ class CheckpointedStrategy(RankedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state dict into the local shards."""
-        assert self._state is not None
-        self._state.load_module(checkpoint["state_dict"], self._adopt_empty_init, strict=strict)
+        assert self._state is not None and self.lightning_module is not None
+        if self._state.is_full:
+            check_is_full(self.lightning_module)
+            self._adopt_empty_init()
+        self._state.load_module(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as a checkpoint has it; collective."""
@@ -126,18 +129,13 @@ class CheckpointedStrategy(RankedStrategy):
             return
         self.check_not_forked("rank to write a folder (save_distributed_checkpoint=True)")
         _ = self.world
-        self._files.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+        self._files.save(checkpoint, filepath, storage_options, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder or a file on every rank."""
-        return self._files.load(checkpoint_path, weights_only, self._load_file)
-
-    def _load_file(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if type(self.checkpoint_io) is not TorchCheckpointIO:
-            return super().load_checkpoint(path, weights_only=weights_only)
-        # Lightning passes a function that leaves storages on the host; torch loads no quantized states by a function.
-        return self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)  # type: ignore[arg-type]
+        return self._files.load(checkpoint_path, weights_only, self.checkpoint_io)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the one being written is complete."""
-        self._files.remove(filepath, super().remove_checkpoint)
+        if not self._files.removes(filepath):
+            super().remove_checkpoint(filepath)

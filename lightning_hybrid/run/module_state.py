@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.checkpoint.full import (
     load_module_state,
@@ -30,7 +29,6 @@ from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.optimizer_states import OptimizerStates, is_in_first_copy
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.standins.tensors import full_shape, is_absent
-from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.partial import (
     check_is_full,
     missing_parameters,
@@ -76,8 +74,7 @@ class FullOrShardedState:
         self.is_full = True
         self._failed = self._is_too_large = False
         self._run: Run | None = None
-        self._guard: RemovableHandle | None = None
-        self._loads_shards: RemovableHandle | None = None
+        self._guard, self._until_full = contextlib.ExitStack(), contextlib.ExitStack()
 
     def follow(self, run: Run, optimization: Optimization) -> None:
         """Use the run and the optimization of a new layout."""
@@ -90,10 +87,10 @@ class FullOrShardedState:
     def shard(self, parts: LocalShards) -> None:
         """Mark the module as sharded; its own ``state_dict()`` then refuses to emit empty tensors."""
         self.is_full = False
-        self._guard = _guarded(self._module, refuse_partial_state)
+        self._refuse()
         if parts:
             hook = temporary_hook(self._module, shard_loading_hook(parts, self._module))
-            self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
+            self._until_full.callback(self._module.register_load_state_dict_pre_hook(hook).remove)
 
     def make_full(self, *, for_run: bool = True) -> None:
         """Gather the full module, and the states of its metrics, on every rank; collective.
@@ -110,7 +107,7 @@ class FullOrShardedState:
         place = Place.DEVICE if for_run else self._place_for_full_module()
         if place is Place.SHARDS:
             self._is_too_large = True
-            self._refuse(check_is_full)
+            self._refuse()
             return
         device = torch.device("cpu") if place is Place.HOST else None
         run.parts.unshard_parameters(device=device)
@@ -118,10 +115,8 @@ class FullOrShardedState:
         unshard_parameters(run.plan, kept_on=device)
         run.setting.averages.unshard_parameters()
         self.is_full = True
-        for handle in (self._loads_shards, self._guard):
-            if handle is not None:
-                handle.remove()
-        self._loads_shards = self._guard = None
+        self._until_full.close()
+        self._guard.close()
 
     def _place_for_full_module(self) -> Place:
         """Return where full parameters fit on every rank; collective."""
@@ -148,12 +143,15 @@ class FullOrShardedState:
         """Join no further collectives: the run has failed, and the module stays as it is."""
         self._failed = True
         self.optimizers.fail()
-        self._refuse(check_is_full)
+        if not self.is_full:
+            self._refuse()
 
-    def _refuse(self, refusal: Callable[..., None]) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = _guarded(self._module, refusal)
+    def _refuse(self) -> None:
+        """Let the module's ``state_dict()`` raise."""
+        self._guard.close()
+        refusal = check_is_full if self._failed or self._is_too_large else refuse_partial_state
+        handle = self._module.register_state_dict_pre_hook(temporary_hook(self._module, refusal))
+        self._guard.callback(handle.remove)
 
     @property
     def has_failed(self) -> bool:
@@ -171,14 +169,12 @@ class FullOrShardedState:
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:
         """Let the state dict of a sharded module be read."""
-        if self._guard is None:
-            yield
-            return
-        self._guard.remove()
+        self._guard.close()
         try:
             yield
         finally:
-            self._guard = _guarded(self._module, check_is_full if self._failed else refuse_partial_state)
+            if not self.is_full:
+                self._refuse()
 
     # -- the module ---------------------------------------------------------------------------------------------------
 
@@ -235,8 +231,8 @@ class FullOrShardedState:
         ):
             self._run.metrics.broadcast_all_states()
 
-    def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyInit | None], *, strict: bool) -> None:
-        """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.
+    def load_module(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load a state dict of full tensors into this rank's shards.
 
         Raises:
             CheckpointError: Shapes differ.
@@ -245,16 +241,9 @@ class FullOrShardedState:
             with self.unguarded():
                 load_module_state(self._module, state, self._shards, strict=strict)
             return
-        check_is_full(self._module)
-        empty()
         try:
             self._module.load_state_dict(state, strict=strict)
         except RuntimeError as error:
             if differing := state_mismatches(self._module, state, self._shards, strict=strict):
                 raise CheckpointError(differing, entry="other-model") from error
             raise
-
-
-def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:
-    """Let the module's ``state_dict()`` raise, until the handle is removed."""
-    return module.register_state_dict_pre_hook(temporary_hook(module, refusal))

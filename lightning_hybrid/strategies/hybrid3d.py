@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_hybrid.batch.split import BatchSplitter
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import Objective
 from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.pipeline.stages.training import ActionRecorder
@@ -279,7 +280,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             self._lifecycle.execution.explain(exception)
         super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
-        self._files.wait(on_error=rank_zero_warn)
+        try:
+            self._files.wait()
+        except CheckpointError as error:
+            rank_zero_warn(str(error))
 
     def teardown(self) -> None:
         """Leave a full module behind on every rank."""

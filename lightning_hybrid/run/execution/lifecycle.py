@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -224,14 +223,13 @@ class RunLifecycle:
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
         """Build the run again between two steps, as `RunOwner.change_layout`."""
         from lightning_hybrid.run.execution.agreement import check_layout
-        from lightning_hybrid.strategies.state.layout_changes import FullGradients, full_states
+        from lightning_hybrid.strategies.state.layout_changes import FullGradients
 
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None
         differ = any(technique.steps_alone(run) for technique in run.techniques)
-        copies = self.state.optimizers.ranks_of_copies if differ else [range(setting.layout.world_size)]
-        states = full_states(optimizers, partial(self.state.optimizers.full_state, of_each_copy=differ), copies)
+        states = self.state.optimizers.full_states(optimizers, of_each_copy=differ)
         gradients = FullGradients(
             setting.module,
             run.plan,

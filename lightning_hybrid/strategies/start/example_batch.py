@@ -91,7 +91,8 @@ def provide_loaders_once(loop: Any, loaders: Callable[[], Any]) -> None:
 def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tuple[Any, Any]:
     """Return the first batch of a loader, and the loader that the loop is to read: mostly the same one."""
     if not isinstance(loader, DataLoader):
-        return _take_items(loader, 1, device, reads, lambda taken: taken[0])
+        taken, loader = _take_items(loader, 1, device, reads)
+        return (taken[0] if taken else _NOTHING), loader
     inner = _loaders_inside(loader)
     samplers = [sampler for one in inner for sampler in samplers_of(one)]
     owners = [*inner, *samplers]
@@ -114,10 +115,8 @@ def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tupl
         _restore(states)
 
 
-def _take_items(
-    owner: Any, count: int, device: torch.device, reads: ReadRecorder, use: Callable[[list[Any]], Any]
-) -> tuple[Any, Any]:
-    """Return the result for the first items, and the owner to read from then on.
+def _take_items(owner: Any, count: int, device: torch.device, reads: ReadRecorder) -> tuple[list[Any], Any]:
+    """Return the first items, and the owner to read from then on.
 
     An owner that runs the model for its items (an environment played by a policy) has advanced with them, too.
     """
@@ -132,7 +131,7 @@ def _take_items(
         owner = push_back(owner, PushedBackItems(taken, rest, before, GeneratorStates(device)))
     else:
         kept.restore()
-    return (use(taken) if taken else _NOTHING), owner
+    return taken, owner
 
 
 def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
@@ -173,7 +172,7 @@ def _samples(loader: DataLoader[Any], device: torch.device, reads: ReadRecorder)
             generator=loader.generator
         )  # as an iterator of the loader does first
         count = loader.batch_size or 1
-        return _take_items(dataset, count, device, reads, lambda taken: _as_samples(taken, loader))[0]
+        return _as_samples(_take_items(dataset, count, device, reads)[0], loader)
     kept = ArgumentSnapshot([dataset], longest=_LONGEST)
     try:
         return _rows(loader)
