@@ -256,8 +256,7 @@ def _described(plan: RunPlan, *, measures_batch: bool) -> RunPlan:
     if measures_batch and run.setting.is_fitting and not run.is_pipelined:
         example = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
         elements = elements_per_sample(example) or 0.0
-        count = 1 if run.runner is None else run.runner.count("training_step", example)
-        batch = run.batch or RecordedBatch(batch_size_of(example), count)
+        batch = run.batch or RecordedBatch(batch_size_of(example), run.count(example))
     return dataclasses.replace(
         plan,
         batch=batch,

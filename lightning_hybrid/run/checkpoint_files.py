@@ -11,12 +11,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import folder
 from lightning_hybrid.checkpoint.background import BackgroundSave
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generators import restore_plain_states
 from lightning_hybrid.run.module_state import FullOrShardedState
@@ -106,6 +107,13 @@ class CheckpointFiles:
     def wait(self) -> None:
         """Wait until the checkpoint being written is complete; a CheckpointError if it could not be."""
         self._background.wait()
+
+    def finish_after_failure(self) -> None:
+        """Wait until the checkpoint being written is complete, and warn if it could not be."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            rank_zero_warn(str(error))
 
     def removes(self, filepath: Any) -> bool:
         """Remove a folder, after the one being written is complete; return whether it may be one."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +21,6 @@ from lightning_hybrid.checkpoint.full import (
 from lightning_hybrid.checkpoint.local import LocalState
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.memory.free import free_bytes, free_on_host
-from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.plan import unshard_parameters
@@ -36,6 +35,9 @@ from lightning_hybrid.strategies.state.partial import (
 )
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.text import sized
+
+if TYPE_CHECKING:
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
 
 
 class Place(Enum):
@@ -64,6 +66,7 @@ class FullOrShardedState:
     Attributes:
         is_full: Whether this rank has all of the module.
         optimizers: The states of the optimizers of this fit, or of the one before.
+        mesh: The ranks that parameters are sharded over.
     """
 
     def __init__(self, module: pl.LightningModule, world: RankWorld, optimizers: OptimizerStates | None = None) -> None:
@@ -74,11 +77,13 @@ class FullOrShardedState:
         self.is_full = True
         self._failed = self._is_too_large = False
         self._run: Run | None = None
+        self._plan: StagePlan | None = None
+        self._shards, self.mesh = LocalShards(module, ()), world.mesh
         self._guard, self._until_full = contextlib.ExitStack(), contextlib.ExitStack()
 
     def follow(self, run: Run, optimization: Optimization) -> None:
         """Use the run and the optimization of a new layout."""
-        self._run = run
+        self._run, self._plan, self._shards, self.mesh = run, run.plan, run.parts, run.mesh
         if run.setting.is_fitting:
             self.optimizers.follow(run, optimization)
 
@@ -100,7 +105,7 @@ class FullOrShardedState:
         """
         run = self._run
         self.share_metrics()
-        if self.is_full or run is None or run.plan is None or self._failed or self._is_too_large:
+        if self.is_full or run is None or self._plan is None or self._failed or self._is_too_large:
             return
         self._world.passes()
         self.optimizers.check_files()
@@ -112,7 +117,7 @@ class FullOrShardedState:
         device = torch.device("cpu") if place is Place.HOST else None
         run.parts.unshard_parameters(device=device)
         run.active.forget()
-        unshard_parameters(run.plan, kept_on=device)
+        unshard_parameters(self._plan, kept_on=device)
         run.setting.averages.unshard_parameters()
         self.is_full = True
         self._until_full.close()
@@ -181,27 +186,17 @@ class FullOrShardedState:
     @property
     def local_states(self) -> LocalState:
         """The local shards of the module and of optimizer states, by FQN."""
-        plan = None if self._run is None else self._run.plan
-        return LocalState(self._module, self.mesh, plan, self._shards)
-
-    @property
-    def _shards(self) -> LocalShards:
-        return LocalShards(self._module, ()) if self._run is None else self._run.parts
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks that parameters are sharded over."""
-        return self._world.mesh if self._run is None else self._run.mesh
+        return LocalState(self._module, self.mesh, self._plan, self._shards)
 
     @property
     def stages_per_rank(self) -> int:
         """Stages that each pipeline rank holds."""
-        return 1 if self._run is None or self._run.plan is None else self._run.plan.stages_per_rank
+        return 1 if self._plan is None else self._plan.stages_per_rank
 
     def module_state(self) -> dict[str, Any]:
         """Gather the state dict of the full module on the first rank; collective."""
         self.share_metrics()
-        if self.is_full or self._run is None or self._run.plan is None:
+        if self.is_full:
             return self._module.state_dict()
         if self._world.is_disconnected:
             return {}

@@ -16,13 +16,11 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_hybrid.batch.split import BatchSplitter
-from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import Objective
 from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.pipeline.stages.training import ActionRecorder
@@ -280,10 +278,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             self._lifecycle.execution.explain(exception)
         super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
-        try:
-            self._files.wait()
-        except CheckpointError as error:
-            rank_zero_warn(str(error))
+        self._files.finish_after_failure()
 
     def teardown(self) -> None:
         """Leave a full module behind on every rank."""

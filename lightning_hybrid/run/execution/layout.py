@@ -32,6 +32,7 @@ from lightning_hybrid.strategies.user_code.hooks import step_arguments
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
+    from lightning_hybrid.pipeline.staged import StepRunner
 
 
 class LayoutChooser(OwnedByRun, StepPolicy):
@@ -128,8 +129,7 @@ class LayoutChooser(OwnedByRun, StepPolicy):
 
     def _takes_other_traces(self, broken: StepBroken) -> bool:
         """Select other traces for the batch; returns whether all ranks have found some."""
-        runner, world, error = self.run.staged_runner, self.setting.world, None
-        assert runner is not None
+        runner, world, error = self._staged_runner, self.setting.world, None
         runner.select_by_dry_runs("training_step")
         try:
             self._choose_trace(broken.arguments)
@@ -149,6 +149,12 @@ class LayoutChooser(OwnedByRun, StepPolicy):
         with world.as_launcher():
             world.rendezvous("a change of the layout")
             self._change_layout(arguments, world.first_reason(reason))
+
+    @property
+    def _staged_runner(self) -> StepRunner:
+        runner = self.run.staged_runner
+        assert runner is not None  # steps run in stages
+        return runner
 
     @property
     def _has_list_optimizers(self) -> bool:
@@ -173,8 +179,7 @@ class LayoutChooser(OwnedByRun, StepPolicy):
                 raise
             error = raised
         if has_replicas:
-            runner, was_split = self.run.staged_runner, not self._is_unsplit
-            assert runner is not None
+            runner, was_split = self._staged_runner, not self._is_unsplit
             with world.as_launcher():
                 fails, self._is_unsplit = world.any_of(error is not None, "training_step" in runner.unsplit_step_names)
             if self._is_unsplit and was_split and not fails:
@@ -197,11 +202,9 @@ class LayoutChooser(OwnedByRun, StepPolicy):
             self._change_layout(arguments, "")
 
     def _choose_trace(self, arguments: Sequence[Any]) -> None:
-        runner = self.run.staged_runner
-        assert runner is not None
         with self.setting.contexts.training_step_hook():
             call = self._execution.call("training_step", arguments, Backwards())
-            runner.select_next_traces(call, self._gathered_for_new_traces)
+            self._staged_runner.select_next_traces(call, self._gathered_for_new_traces)
 
     @contextlib.contextmanager
     def _gathered_for_new_traces(self, is_recorded: bool) -> Iterator[None]:

@@ -111,12 +111,11 @@ class WeightAverages:
             members["to"] = lambda *_, **__: average
         for name, function in members.items():
             self._undo.callback(replace(average, name, function, reason=_REASON))
-        for owner in (callback, average):
+        for each in (callback, average):
             for name in _STEPS:
-                function = getattr(owner, name, None)
-                if function is not None:
-                    present = _on_present(function, [module, copy, average])
-                    self._undo.callback(replace(owner, name, present, reason=_REASON))
+                if hasattr(each, name):
+                    present = _on_present(getattr(each, name), [module, copy, average])
+                    self._undo.callback(replace(each, name, present, reason=_REASON))
 
     def unshard_parameters(self) -> None:
         """Gather the full copies on every rank; collective over the pipeline."""

@@ -179,7 +179,7 @@ def wrap_loaders(owner: Any, unpartitioned: UnpartitionedSteps) -> Callable[[], 
 
 
 def _synchronizes(run: Any, fetcher: _DataFetcher) -> bool:
-    """Return whether fetches of a loader synchronize with those of other replicas; collective over the world."""
+    """Return whether a loader's fetches synchronize with the fetches of other replicas; collective."""
     world = run.setting.world
     refers = refers_to(run.setting.module, fetcher._combined_loader)
     with world.as_launcher():

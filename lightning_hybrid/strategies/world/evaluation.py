@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,13 @@ from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, ignore_warnings, reduced_as, replace, switch_class
 
-if TYPE_CHECKING:
-    from lightning_hybrid.strategies.world.ranks import RankWorld
-
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
 _RESULTS = "_joint_results"  # attribute of a loop
 _REASON = "each sample is evaluated once"
 
 
-def evaluate_each_sample_once(trainer: Any, world: RankWorld) -> Callable[[], None]:
+def evaluate_each_sample_once(trainer: Any, world: Any) -> Callable[[], None]:
     """Evaluate every sample once in the trainer's validation and test, for any number of replicas; return the undo."""
     mesh = world.mesh
     if mesh.size("data") == 1:
@@ -232,7 +229,7 @@ class _LoaderProgress:
     No replica waits for it except in a step that is about to communicate with the others.
     """
 
-    def __init__(self, world: RankWorld) -> None:
+    def __init__(self, world: Any) -> None:
         self._mesh, self._is_over = world.mesh, world.any_failed
         self._store = store_of_run("evaluated", world.mesh.rank)
         self._evaluation = 0

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
 from lightning_hybrid.strategies.world.callbacks import RunCallback
-
-if TYPE_CHECKING:
-    from lightning_hybrid.strategies.world.failures import RankFailures
 
 _SIGTERM = "sigterm"  # key in the store
 _INTERRUPT = 1 << 32  # above any number of stop points
@@ -34,7 +31,7 @@ class GracefulStop:
     ``timeout`` is for ranks that do not come to a stop point; none is waited for after one of the ``failures``.
     """
 
-    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, failures: RankFailures) -> None:
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, failures: Any) -> None:
         self._trainer, self._mesh, self._store = trainer, mesh, store
         self._timeout, self._is_over = timeout, failures.any_reported
         self._batches = self._stop_points = self._interrupts = 0
