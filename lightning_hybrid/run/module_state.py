@@ -107,7 +107,7 @@ class FullOrShardedState:
         self.share_metrics()
         if self.is_full or run is None or self._plan is None or self._failed or self._is_too_large:
             return
-        self._world.passes()
+        self._world.progress.passes()
         self.optimizers.check_files()
         place = Place.DEVICE if for_run else self._place_for_full_module()
         if place is Place.SHARDS:

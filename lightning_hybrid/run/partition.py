@@ -143,7 +143,7 @@ class ModulePartition:
         if self.run.metrics is not None:
             self.run.metrics.close()
         metrics = MetricSync(setting.module, mesh.group("pp"), meet=setting.world.rendezvous)
-        plan, runner = make_runner(setting, mesh, self.run.randomness, metrics, lambda: self.run.parts)
+        plan, runner = make_runner(setting, mesh, self.run.randomness, metrics, self)
         self._set(metrics=metrics, plan=plan, runner=runner, techniques=())
         self._set(techniques=techniques_of(self.run))
         if self._find_tensor_plan is not None:

@@ -273,7 +273,8 @@ class BatchSizeTrials(OwnedByRun):
             self._guard.run(lambda: original(*args))
         except RankOutOfMemory:
             self._abandon()
-            self._world.catch_up(*(int(self._guard.largest(number)) for number in self._world.progress))
+            progress = self._world.progress
+            progress.catch_up(*(int(self._guard.largest(number)) for number in progress.reached))
             raise
 
     def _begin(self) -> None:

@@ -175,7 +175,7 @@ class LayoutChooser(OwnedByRun, StepPolicy):
         except BatchError:
             raise
         except Exception as raised:
-            if self._has_list_optimizers or (not has_replicas and world.fails_alone()):
+            if self._has_list_optimizers or (not has_replicas and world.progress.fails_alone()):
                 raise
             error = raised
         if has_replicas:
@@ -246,7 +246,7 @@ class LayoutChooser(OwnedByRun, StepPolicy):
 
         assert metrics is not None
         randomness = KeyedRandomness(setting.seed, setting.device)
-        _, runner = make_runner(setting, world.mesh, randomness, metrics, lambda: self.run.parts)
+        _, runner = make_runner(setting, world.mesh, randomness, metrics, self)
         call = self._execution.call("training_step", arguments, Backwards())
         try:
             with setting.contexts.training_step_hook():

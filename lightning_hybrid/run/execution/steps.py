@@ -306,7 +306,7 @@ class StepExecution(OwnedByRun):
         """Run a step of the user by the runner."""
         run, setting = self.run, self.setting
         assert run.runner is not None
-        setting.world.passes()
+        setting.world.progress.passes()
         backwards = run.runner.num_backwards(call.batch) if call.backwards.are_run else 0
         gathered = nullcontext() if call.is_manual else run.gathered(backwards)
         # Once for the step: each forward and backward runs code of the user.

@@ -69,7 +69,7 @@ class HookWatch:
 
     def _passes(self) -> None:
         """Record that this rank has done with a hook, before it waits for the others."""
-        self.owner.setting.world.passes()
+        self.owner.setting.world.progress.passes()
 
     def wrap(self) -> Callable[[], None]:
         """Wrap every hook that the user wrote, on these instances alone; return the undo."""

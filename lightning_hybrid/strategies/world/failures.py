@@ -43,7 +43,7 @@ class NoFailures:
     """The failures of other ranks where there are none, and so nothing to record or to wait for."""
 
     is_disconnected = False
-    progress = 0, 0
+    reached = 0, 0
 
     @property
     def rendezvous(self) -> NoFailures:
@@ -272,7 +272,7 @@ class Rendezvous:
         return tuple(map(int, self._store.get(name).split())) if self._store.check([name]) else (0, 0)
 
     @property
-    def progress(self) -> tuple[int, int]:
+    def reached(self) -> tuple[int, int]:
         """The collectives that this rank has gone on to, of all runs and of training."""
         return self._passed, self._trained
 

@@ -23,7 +23,7 @@ from lightning_hybrid.pipeline.metrics import count_replicas_once, gather_over_r
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.evaluation import evaluate_each_sample_once
-from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures
+from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures, Rendezvous
 from lightning_hybrid.strategies.world.user_world import ReplicaWorld, published
 
 
@@ -141,18 +141,10 @@ class RankWorld:
         self._until_failure.close()
         self._failures.report(exception)
 
-    def passes(self) -> None:
-        """Record that this rank goes on to a collective that other ranks join."""
-        self._failures.rendezvous.passes()
-
     @property
-    def progress(self) -> tuple[int, int]:
-        """The collectives that this rank has gone on to, as ``Rendezvous.progress``."""
-        return self._failures.rendezvous.progress
-
-    def catch_up(self, passed: int, trained: int) -> None:
-        """Record the progress that is furthest on any rank, where all have stopped together."""
-        self._failures.rendezvous.catch_up(passed, trained)
+    def progress(self) -> Rendezvous | NoFailures:
+        """What this rank has done in the run, and waits for others to do."""
+        return self._failures.rendezvous
 
     def rendezvous(
         self, what: str, group: dist.ProcessGroup | None = None, *, compares: bool = True, asks: bool = True
@@ -160,15 +152,7 @@ class RankWorld:
         """Wait until the ranks of a group (None: all) are about to make the call ``what``; as ``Rendezvous.meet``."""
         if not self.is_disconnected:
             ranks = None if group is None else dist.get_process_group_ranks(group)
-            self._failures.rendezvous.meet(what, ranks, compares=compares, asks=asks)
-
-    def has_recorded(self) -> None:
-        """Record that this rank could record a step."""
-        self._failures.rendezvous.has_recorded()
-
-    def fails_alone(self) -> bool:
-        """Whether a step that cannot be recorded here can be on another rank of this replica; waits for these."""
-        return self._failures.rendezvous.fails_alone()
+            self.progress.meet(what, ranks, compares=compares, asks=asks)
 
     # -- collectives of user code -------------------------------------------------------------------------------------
 
