@@ -24,6 +24,7 @@ from lightning_hybrid.callbacks import ActivationCheckpointing
 from lightning_hybrid.errors import LayoutError, PlanError
 from lightning_hybrid.experts import MoE
 from lightning_hybrid.planning import auto
+from lightning_hybrid.planning.dry_run.ranks import dry_run
 from lightning_hybrid.predict.techniques.experts import ROUTING_PROOF
 from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
@@ -319,7 +320,10 @@ def in_one_process(size):
         Tuner(trainer()[0]).scale_batch_size(module, max_trials=1, steps_per_trial=1)
         with pytest.raises(PlanError):
             trainer("300MB")[0].fit(module)
-        if size == 1:  # the connections of several ranks are closed after a failure
+        if size == 1:
+            described = dry_run(pl, Net(), {}, 4, {"pipeline_parallel_size": 2}, "32-true", lambda _: [0, 3])
+            assert [each["rank"] for each in described["rank"]] == [0, 3]
+            # The connections of several ranks are closed after a failure.
             with pytest.raises(ValueError, match="of the user"):
                 trainer()[0].fit(Evaluated(fails=True))
         again, strategy = trainer()
