@@ -34,10 +34,9 @@ class CheckpointedStrategy(RankedStrategy):
         options: The arguments of the strategy.
     """
 
-    _options_for: Callable[[], Any] | None = None  # refers to the module that options are planned for
-
     def __init__(self, options: Options, **lightning: Any) -> None:
         super().__init__(options, **lightning)
+        self._options_for: Callable[[], Any] | None = None  # refers to the module that options are planned for
         self._files = _files_of(options)
         self._state: FullOrShardedState | None = None
         self._empty: EmptyInit | None = None
