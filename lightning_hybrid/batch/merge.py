@@ -81,9 +81,13 @@ def join_arguments(
 
 
 def weighted_mean(outputs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Sum of ``weight * output``, tensors of one shape; the mean over samples if weights are shares of the samples."""
-    total = outputs[0] * weights[0]
-    for output, weight in zip(outputs[1:], weights[1:], strict=True):
+    """Sum of ``weight * output``, tensors of one shape; the mean over samples if weights are shares of the samples.
+
+    A mean over no element (0 / 0) weighs nothing.
+    """
+    pairs = [pair for pair in zip(outputs, weights, strict=True) if pair[1]] or [(outputs[0], weights[0])]
+    total = pairs[0][0] * pairs[0][1]
+    for output, weight in pairs[1:]:
         total = total + output * weight
     return total
 
@@ -126,7 +130,7 @@ class _Merger:
             return last
         if all(output == last for output in outputs):
             return last
-        return sum(output * weight for output, weight in zip(outputs, self.weights, strict=True))
+        return sum(output * weight for output, weight in zip(outputs, self.weights, strict=True) if weight)
 
     # --- containers --------------------------------------------------------------------------------------------------
 

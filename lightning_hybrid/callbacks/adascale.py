@@ -11,7 +11,7 @@ pipeline stages, and needs a gradient for every parameter; so the estimate is ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class GradientNoise(Callback):
         self.scale = scale
         self.smoothing = smoothing
         self._mesh: Mesh | None = None
-        self._owned_parameters: Callable[[], tuple[Set[int], Set[int]]] | None = None
+        self._owned: tuple[Set[int] | None, Set[int] | None] = None, None
         self._each_batch = False
         # Per parameter group: moving averages of the squared mean and of the variance / S, and their total weights.
         self._averages = torch.zeros(2, 0, dtype=torch.float64)
@@ -51,17 +51,16 @@ class GradientNoise(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings and the estimates, without the ranks of a run."""
-        return {**self.__dict__, "_mesh": None, "_owned_parameters": None}
+        return {**self.__dict__, "_mesh": None, "_owned": (None, None)}
 
     def connect_mesh(
-        self, mesh: Mesh, owned_parameters: Callable[[], tuple[Set[int], Set[int]]], *, each_batch: bool = False
+        self, mesh: Mesh, owned_parameters: tuple[Set[int], Set[int]], *, each_batch: bool = False
     ) -> None:
         """Connects the ranks, and the ids of the parameters that this rank counts before and after averages.
 
         With ``each_batch`` gradients are sharded over replicas (ZeRO): `before_reduce` and `after_reduce` see each.
         """
-        self._mesh, self._each_batch = mesh, each_batch
-        self._owned_parameters = owned_parameters
+        self._mesh, self._each_batch, self._owned = mesh, each_batch, owned_parameters
 
     # --- single gradients --------------------------------------------------------------------------------------------
 
@@ -165,9 +164,8 @@ class GradientNoise(Callback):
 
     def _squares(self, optimizer: Optimizer) -> Tensor:
         """Returns [2, groups]: the sum of the squared norms of single batches, and the squared norm of the total."""
-        both = (None, None) if self._owned_parameters is None else self._owned_parameters()
         rows = []
-        for norms, owned in zip((self._local, self._total), both, strict=True):
+        for norms, owned in zip((self._local, self._total), self._owned, strict=True):
             row = []
             for group in optimizer.param_groups:
                 terms = [norms[id(p)] for p in group["params"] if id(p) in norms and (owned is None or id(p) in owned)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -68,8 +67,8 @@ class BackgroundSave:
             else:
                 self._to_remove.append(path)
 
-    def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
-        """Wait for the save in progress; if it failed, call ``on_error`` with the message, or raise without it."""
+    def wait(self) -> None:
+        """Wait for the save in progress; a CheckpointError if it failed."""
         if self._thread is None:
             return
         self._thread.join()
@@ -80,7 +79,4 @@ class BackgroundSave:
             return
         more = f"; kept in its place: {', '.join(map(str, not_removed))}" if not_removed else ""
         message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        if on_error is not None:
-            on_error(f"{message}{more}")
-            return
         raise CheckpointError(f"{message}{more}", entry="save-failed") from error

@@ -148,28 +148,29 @@ class LocalState:
         It has ``OwnedShards`` in place of tensors. Methods and hooks of the module leave out, rename and add entries.
         """
         root = self._root if copy is None else copy
-        returned = state_with(root, self.tensors(copy), is_copy=copy is not None)
+        returned = state_with(root, self._tensors(root), is_copy=root is not self._root)
         counts = self._pp == self._tp == 0
         return {
             key: unsharded(value, counts=counts) if isinstance(value, Tensor) else value
             for key, value in returned.items()
         }
 
-    def tensors(self, copy: nn.Module | None = None) -> dict[str, OwnedShards]:
+    def tensors(self) -> dict[str, OwnedShards]:
         """This rank's shards of the module's parameters and persistent buffers, by torch's key."""
+        return self._tensors(self._root)
+
+    def _tensors(self, root: nn.Module) -> dict[str, OwnedShards]:
         shards = {
             id(tensor): self._buffer(tensor, owner) if is_buffer else self._parameter(name, tensor)
-            for name, tensor, owner, is_buffer in self._saved(copy)
+            for name, tensor, owner, is_buffer in self._saved(root)
         }
-        saved = saved_tensors(self._root if copy is None else copy)
-        return {key: shards[id(tensor)] for key, tensor in saved.items()}
+        return {key: shards[id(tensor)] for key, tensor in saved_tensors(root).items()}
 
-    def _saved(self, copy: nn.Module | None) -> Iterator[tuple[str, Tensor, int, bool]]:
+    def _saved(self, root: nn.Module) -> Iterator[tuple[str, Tensor, int, bool]]:
         """Yield the FQN of each saved tensor, the tensor, the pipeline rank that writes it, and if it is a buffer."""
-        root = self._root if copy is None else copy
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         buffers = {id(buffer): name for name, buffer in root.named_buffers()}
-        owners = {} if self._plan is None else buffer_ranks(self._plan, copy)
+        owners = {} if self._plan is None else buffer_ranks(self._plan, None if root is self._root else root)
         for tensor in {id(tensor): tensor for tensor in saved_tensors(root).values()}.values():
             if (name := parameters.get(id(tensor))) is not None:
                 yield name, tensor, self._owner_stage(name), False
@@ -183,7 +184,7 @@ class LocalState:
         """
         root = self._root if copy is None else copy
         local: dict[str, Tensor] = {}
-        for name, tensor, owner, _ in self._saved(copy):
+        for name, tensor, owner, _ in self._saved(root):
             if owner == self._pp:
                 value = self._shards.unshard(name, tensor.detach())
                 if keep:
@@ -191,8 +192,8 @@ class LocalState:
         full = self._gathered(local) if keep else {}
         if not keep or self._pp:
             return {}
-        with holding(root, {id(tensor): full[name] for name, tensor, *_ in self._saved(copy) if name in full}):
-            return own_state(root, is_copy=copy is not None)
+        with holding(root, {id(tensor): full[name] for name, tensor, *_ in self._saved(root) if name in full}):
+            return own_state(root, is_copy=root is not self._root)
 
     def full_optimizer(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
         """Gather the state dict of an optimizer on pipeline rank 0, like `full_module`."""
@@ -200,12 +201,12 @@ class LocalState:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         local: dict[Any, Any] = {}
         for key, entry in self._owners.gather_states(state["state"], parameters).items():
-            parameter = parameters[key] if isinstance(key, int) else None
-            # Optimizers that read full parameters have states of parameters of other stages too.
-            if parameter is not None and is_absent(parameter):
-                continue
-            if parameter is not None and parameter not in self._owners:
-                entry = map_leaves(partial(self._full_leaf, parameter), entry)
+            if isinstance(key, int):
+                # Optimizers that read full parameters have states of parameters of other stages too.
+                if is_absent(parameters[key]):
+                    continue
+                if parameters[key] not in self._owners:
+                    entry = map_leaves(partial(self._full_leaf, parameters[key]), entry)
             if keep:
                 # In host memory at once: a device that holds shards has no room for full states of all parameters.
                 local[key] = map_leaves(on_host, entry)

@@ -15,6 +15,7 @@ from lightning_hybrid.errors import RanksDisagree, StepError
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import as_plain_tensor
+from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 
 _HEADER = 4
 _BROKEN = -1.0  # sent in place of the digest of the step
@@ -52,7 +53,7 @@ class StepBroken(Exception):
 
 
 class NumberExchange:
-    """Exchange of numbers; a rank passes NaN for a number that it does not have. It starts at once."""
+    """Exchange of numbers; a rank passes ``ABSENT`` for a number that it does not have. It starts at once."""
 
     def __init__(
         self,
@@ -73,13 +74,13 @@ class NumberExchange:
         if group.size() > 1:
             state = _BROKEN if is_broken else float(trace)
             first = [float(len(numbers)), float(names), float(batch), state, *numbers[:_SLOTS]]
-            self._gathered = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
+            self._gathered = self._start(first + [ABSENT] * (_HEADER + _SLOTS - len(first)))
 
     def _start(self, row: list[float]) -> Callable[[], list[Tensor]]:
         return start_all_gather(torch.tensor(row, dtype=torch.float64, device=self._device), self._group)
 
     def finish(self) -> list[float]:
-        """Wait; returns each number as the first rank that has it passed it, NaN if none did.
+        """Wait; returns each number as the first rank that has it passed it, ``ABSENT`` if none did.
 
         Raises:
             StepBroken: A rank aborted the step.
@@ -111,7 +112,13 @@ class NumberExchange:
             more = self._start(self._numbers[_SLOTS:])()
             rows = [row + rest.tolist() for row, rest in zip(rows, more, strict=True)]
         count = len(self._numbers)
-        return [next((row[i] for row in rows if not math.isnan(row[i])), math.nan) for i in range(count)]
+        return [_first_known([row[i] for row in rows]) for i in range(count)]
+
+
+def _first_known(numbers: Sequence[float]) -> float:
+    """The first number that a rank has; a NaN only if no rank has another one: it may be computed from absent ones."""
+    known = [number for number in numbers if is_known(number)]
+    return next((number for number in known if not math.isnan(number)), known[0] if known else ABSENT)
 
 
 def batches_differ(checksums: Sequence[float]) -> RanksDisagree:

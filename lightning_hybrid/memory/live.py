@@ -26,6 +26,8 @@ class LiveBytes(TorchDispatchMode):
         peak: The most since `begin_interval`.
     """
 
+    only_watches = True
+
     def __init__(self, device: torch.device) -> None:
         """Count storages of the type of ``device``."""
         super().__init__()

@@ -40,7 +40,7 @@ class HostStepPipeline:
         self.host_optimizer.__dict__.pop("step", None)  # a replacement of the step of the original
         for name in STEP_HOOKS:
             self.host_optimizer.__dict__[name] = OrderedDict()
-        self.host_optimizer.param_groups, self.host_optimizer.state = [], defaultdict(dict)
+        self.host_optimizer.__dict__.update(param_groups=[], state=defaultdict(dict))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer step on the host")
         self._slots = threading.Semaphore(_SLOTS)
         self._pending: list[Future[None]] = []
@@ -86,9 +86,10 @@ class HostStepPipeline:
             {**group, "params": [by_id[id(p)] for p in group["params"] if id(p) in by_id]}
             for group in self._optimizer.param_groups
         ]
-        host.state = defaultdict(dict, {on_host: self._optimizer.state[p] for p, _, on_host in layer})
+        host.state.update((on_host, self._optimizer.state[p]) for p, _, on_host in layer)
         host.step(**kwargs)
-        host.param_groups, host.state = [], defaultdict(dict)
+        host.param_groups = []
+        host.state.clear()
 
     def wait(self) -> None:
         """Wait for the steps of all layers, and let the current stream wait for the new values.

@@ -13,7 +13,7 @@ of others. It takes two all-to-alls along each axis that shards its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,13 @@ _Gathered = tuple[Tensor, Tensor, Tensor]  # a parameter's value, its gradient, 
 class OwnerStep:
     """The steps of one optimizer that needs full parameters, one at a time."""
 
-    def __init__(
-        self, optimizer: Optimizer, parts: LocalShards, names: Mapping[int, str], is_full: Callable[[], bool]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, parts: LocalShards, names: Mapping[int, str], state: Any) -> None:
         """Replace the optimizer's step; collective if it has states already.
 
-        Parameters may be added to it later. Where they are full on every rank, the optimizer's own step runs.
+        Parameters may be added to it later. Where ``state`` of the module says that they are full, the optimizer's own
+        step runs.
         """
-        self.optimizer, self._parts, self._is_full = optimizer, parts, is_full
+        self.optimizer, self._parts, self._state = optimizer, parts, state
         self._names = names
         self._parameters: dict[str, Tensor] = {}
         self._rounds: list[list[str]] = []
@@ -103,28 +102,27 @@ class OwnerStep:
 
     def _step(self, kwargs: dict[str, Any]) -> None:
         optimizer = self.optimizer
-        if self._is_full():
+        if self._state.is_full:
             self._original(**kwargs)
             return
         self._add_parameters()
         everything = [dict(group) for group in optimizer.param_groups]
-        sharded = {id(p) for p in self._parameters.values()}
+        members = {id(p) for group in everything for p in group["params"]}
+        others = members - {id(p) for p in self._parameters.values()}
         with step_hooks_once(optimizer):
             try:
-                self._step_only(everything, lambda p: id(p) not in sharded, kwargs)
+                self._step_only(everything, others, kwargs)
                 for names in self._rounds:
                     self._step_round(names, everything, kwargs)
             finally:
                 for group, before in zip(optimizer.param_groups, everything, strict=True):
                     group["params"] = before["params"]
 
-    def _step_only(
-        self, everything: Sequence[dict[str, Any]], is_stepped: Callable[[Tensor], bool], kwargs: dict[str, Any]
-    ) -> None:
-        """Step some parameters; each call finds the options of groups, such as counts of steps, as they were before."""
+    def _step_only(self, everything: Sequence[dict[str, Any]], ids: Collection[int], kwargs: dict[str, Any]) -> None:
+        """Step the parameters with these ids; each call finds the options of groups, such as counts, as before."""
         for group, before in zip(self.optimizer.param_groups, everything, strict=True):
             group.clear()
-            group.update({**before, "params": [p for p in before["params"] if is_stepped(p)]})
+            group.update({**before, "params": [p for p in before["params"] if id(p) in ids]})
         self._original(**kwargs)
 
     @torch.no_grad()
@@ -139,7 +137,7 @@ class OwnerStep:
             own.clear()
             if names_here:
                 with torch.enable_grad():
-                    self._step_only(everything, lambda p: id(p) in names_here, kwargs)
+                    self._step_only(everything, names_here, kwargs)
         for name, local in self._scatter(names, full).items():
             self._parameters[name].data.copy_(local)
 

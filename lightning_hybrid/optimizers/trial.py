@@ -7,7 +7,7 @@ import copy
 import itertools
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,14 +133,15 @@ def _states_by_name(
     group: int,
     dtype: torch.dtype,
     sizes: Sequence[int],
-    step: Callable[[Any], None] | None = None,
+    *,
+    runs_user_code: bool = True,
 ) -> dict[str, Any] | None:
     """The states of a parameter of these sizes after a step; None if the step fails."""
     p = nn.Parameter(torch.ones(sizes, dtype=dtype))
     p.grad = torch.ones_like(p)
     twin = _twin(optimizer, [p], group)
     try:
-        (step or _step)(twin)
+        (_step if runs_user_code else _step_of_library)(twin)
     except Exception:  # it needs a closure, several parameters, or another device
         return None
     return dict(twin.state.get(p, {}))
@@ -205,7 +206,7 @@ def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) 
     options = {name: copy.copy(value) for name, value in optimizer.param_groups[group].items() if name != "params"}
     if (lr := options.get("lr")) is not None:  # a warmup begins at 0, where all optimizers do the same: nothing
         options["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
-    twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
+    twin.__dict__.update(param_groups=[{**options, "params": parameters}], state=defaultdict(dict))
     if getattr(type(optimizer), INDEPENDENT, False):  # torch copies no attributes of a class of a third party
         plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
         twin.__dict__.update(plain | {name: None for name, value in vars(optimizer).items() if value is None})
@@ -329,7 +330,7 @@ class StateSizes:
         ``copies`` in float32 are kept, and count as states. Where no code of the user may run, the step of the
         library's class below is tried, and sizes are unknown where there is none.
         """
-        self._step = _step if runs_user_code else _step_of_library
+        self._runs_user_code = runs_user_code
         self._optimizer, self._in_float32 = optimizer, in_float32
         self._copy_bytes = 4 if copies else 0
         self._groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -384,7 +385,7 @@ class StateSizes:
         """The state tensors of a parameter of these sizes after a step; None if the step fails."""
         if not (dtype.is_floating_point or dtype.is_complex):
             return []  # it never has a gradient
-        states = _states_by_name(self._optimizer, group, dtype, sizes, self._step)
+        states = _states_by_name(self._optimizer, group, dtype, sizes, runs_user_code=self._runs_user_code)
         return None if states is None else [value for value in flatten(states)[0] if isinstance(value, Tensor)]
 
     def _try(self, group: int, ndim: int, dtype: torch.dtype) -> list[tuple[list[int], int, int]] | None:

@@ -31,7 +31,7 @@ from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.recording.kept import refuse_absent_numbers
 from lightning_hybrid.step.replay.stage import StageRun
-from lightning_hybrid.step.standins.numbers import has_absent_content, line_of_read
+from lightning_hybrid.step.standins.numbers import ABSENT, has_absent_content, is_known, line_of_read
 from lightning_hybrid.step.standins.tensors import is_absent
 
 _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
@@ -93,12 +93,12 @@ class StepResultExchange:
             made = runs[index].made.get(value)
             if made is not None and value != self._variants[index].assignment.graph.loss and not batch.kind(value):
                 made = batch.value(value)
-            numbers.append(math.nan if made is None else float(made))
-        numbers += [math.nan if (read := batch.value(value)) is None else float(read) for value in self._reads]
+            numbers.append(ABSENT if made is None else float(made))
+        numbers += [ABSENT if (read := batch.value(value)) is None else float(read) for value in self._reads]
         if self._has_guesses:
             # The last stage has most values; one number of each is sent.
             is_last = self._plan.rank == self._plan.rank_of(self._plan.num_stages - 1)
-            numbers += [guess if is_last else math.nan for entry in self._entries for guess in entry.guesses]
+            numbers += [guess if is_last else ABSENT for entry in self._entries for guess in entry.guesses]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self._exchange = NumberExchange(
             numbers,
@@ -110,17 +110,17 @@ class StepResultExchange:
         )
 
     def _full_batch_number(self, key: Key, entry: Entry, batch: BatchScalars) -> float:
-        """The number logged for the full batch, where it is not the combination of the microbatches'; NaN otherwise."""
+        """The number logged for the full batch; ``ABSENT`` where it is the combination of the microbatches'."""
         number: Any = None
         if len(self._variants) == 1:
-            return math.nan
+            return ABSENT
         if entry.metric is not None:
             number = self._metrics.values()(entry.metric, None)
-        elif any(map(math.isnan, entry.values)):
-            return math.nan
+        elif any(map(math.isnan, entry.values)):  # one is elsewhere, or is no number: then the batch's is none either
+            return ABSENT
         elif entry.value is not None and key not in self._measured:
             number = None if batch.is_mean(entry.value) else batch.value(entry.value)
-        return math.nan if number is None else float(number)
+        return ABSENT if number is None else float(number)
 
     def _combined(self, key: Key, entry: Entry) -> float:
         weights = self._given.weights if key in self._weighting.keys else self._weights
@@ -156,8 +156,8 @@ class StepResultExchange:
             of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
             if self._has_guesses:
                 guesses = [next(guessed) for _ in values]
-                values = [guess if math.isnan(value) else value for value, guess in zip(values, guesses, strict=True)]
-            if math.isnan(of_batch):
+                values = [value if is_known(value) else guess for value, guess in zip(values, guesses, strict=True)]
+            if not is_known(of_batch):
                 self._combined_keys.add(key)
                 of_batch = self._combined(key, entry.with_values(values, entry.sizes))
             logged.append(of_batch)

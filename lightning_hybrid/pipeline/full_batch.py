@@ -31,6 +31,7 @@ from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorS
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
 from lightning_hybrid.step.recording.kept import skippable_modules, why_not_mergeable
+from lightning_hybrid.step.standins.numbers import is_known
 from lightning_hybrid.step.standins.tensors import is_absent
 
 
@@ -229,13 +230,13 @@ class LogRun:
     def numbers(self, read: Mapping[int, float]) -> dict[Key, float]:
         """The numbers that the step logs of its batch and of what it reads, without numbers of its graph.
 
-        ``read`` has the numbers of the full batch, by index in ``reads``; NaN where they are not known.
+        ``read`` has the numbers of the full batch, by index in ``reads``; ``ABSENT`` where they are not known.
         """
         graph, logs = self._full.recording.graph, LogCapture(1)
         contents = {
             value: torch.tensor(read[index], dtype=getattr(torch, graph.values[value].dtype))
             for value, index in self._read.items()
-            if not math.isnan(read[index])
+            if is_known(read[index])
         }
         root = self._plan.root
         start = ModuleSnapshot(root, without=skippable_modules(root, [self._full.recording]))
@@ -246,7 +247,7 @@ class LogRun:
         finally:
             start.restore()
         found = {key: entry.values[0] for key, entry in keyed(logs.entries()) if entry.is_plain}
-        return {key: number for key, number in found.items() if not math.isnan(number)}
+        return {key: number for key, number in found.items() if is_known(number)}
 
 
 class LogRuns:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.batch.merge import join
-from lightning_hybrid.step.module_state.snapshots import AttributePath, reachable_leaves
-from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.module_state.snapshots import AttributePath, can_restore, reachable_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves, tensors_inside
 from lightning_hybrid.step.objects.tensors import as_plain_tensor, detached_leaf, storage_id
 from lightning_hybrid.step.recording.kept import ListPath, RecordedCall, find_lists, list_containing
 from lightning_hybrid.step.standins.numbers import AbsentFloat
@@ -132,19 +132,22 @@ _NOTHING = object()
 
 
 class ModuleChanges:
-    """Compares the modules after a step with their state before it."""
+    """Compares the modules after a step, and the batch that it was given, with their state before it."""
 
-    def __init__(self, root: nn.Module, *, by_content: bool = False) -> None:
+    def __init__(self, root: nn.Module, batch: Any = None, *, by_content: bool = False) -> None:
         """Record the state before the step.
 
-        ``by_content`` compares contents of tensors too: a write to ``buffer.data`` leaves the version counter.
+        ``by_content`` compares contents of modules' tensors too: a write to ``buffer.data`` leaves the version counter.
         """
         self._root, self._by_content = root, by_content
+        self._given = [(tensor, tensor._version) for tensor in tensors_inside(batch) if can_restore(tensor)]
         self._before = _state(root, by_content)
         self._lengths = {path: len(entries) for path, entries in find_lists(root).items()}
 
     def something(self) -> bool:
-        """Whether the step has written a buffer, or stored a new tensor or float."""
+        """Whether the step has written a buffer or into its batch, or stored a new tensor or float."""
+        if any(tensor._version != version for tensor, version in self._given):
+            return True
         lists = {path: self._lengths.get(path, 0) for path in find_lists(self._root)}
         return any(
             not (isinstance(key, AttributePath) and list_containing(key, lists) is not None) for key in self._changed()

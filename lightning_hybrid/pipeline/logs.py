@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid import patching
+from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 from lightning_hybrid.step.standins.tensors import MARK, is_absent
 
 NUMBER = object()  # in place of a logged object, where a number was logged
@@ -36,12 +37,12 @@ class Entry:
     Attributes:
         name: The logged key.
         metric: The Metric object logged, if it was one; its value is that of the step.
-        guesses: By microbatch, a Python number computed from a recorded size, which another rank may know exactly; NaN
-            otherwise.
+        guesses: By microbatch, a Python number computed from a recorded size, which another rank may know exactly;
+            ``ABSENT`` otherwise.
         other: The logged object, if it is no number at all; an overridden ``log`` may accept it.
         value: Index of the logged value in the step graph, if it is one.
         kwargs: The other arguments of the call, those of the last microbatch.
-        values: By microbatch; NaN where the value is on another rank.
+        values: By microbatch; ``ABSENT`` where the value is on another rank, or was not logged.
         sizes: The ``batch_size`` argument, by microbatch.
         origin: The call of a metric that has returned the logged value, if one has.
         is_python: Whether a Python number was logged.
@@ -84,8 +85,13 @@ class Entry:
 
         ``over`` is how the value depends on the samples, where it is known: "sum", "max", "min", "mean".
         """
-        logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
+        logged: Sequence[int] = [index for index, value in enumerate(self.values) if is_known(value)]
+        logged = logged or range(len(self.values))
+        # A mean over no element weighs nothing; another NaN is a number like others, which no maximum may hide.
+        logged = [index for index in logged if weights[index] or not math.isnan(self.values[index])] or logged
         values = [self.values[index] for index in logged]
+        if (diverged := next(filter(math.isnan, values), None)) is not None:
+            return diverged
         is_of_metric = self.metric is not None or self.origin is not None  # then each is that of the batch already
         if (
             not is_of_metric
@@ -158,12 +164,12 @@ class LogCapture:
         return _CaptureContext(self, root, index, origin)
 
     def entries(self) -> list[Entry]:
-        """One entry per key and call; values of microbatches that have not logged it are NaN."""
+        """One entry per key and call; values of microbatches that have not logged it are ``ABSENT``."""
         entries: dict[Key, Entry] = {}
         for index in range(self._count):
             for key, one in keyed(self.runs.get(index, ())):
                 if key not in entries:
-                    values, guesses = [math.nan] * self._count, [math.nan] * self._count
+                    values, guesses = [ABSENT] * self._count, [ABSENT] * self._count
                     entries[key] = replace(one, values=values, guesses=guesses, sizes=[None] * self._count)
                 entry = entries[key]
                 entry.kwargs, entry.value, entry.origin = one.kwargs, one.value, one.origin
@@ -176,7 +182,7 @@ class LogCapture:
         """One call in one microbatch; ``origin`` is the call of a metric that has returned the value, if one has."""
         is_tensor, metric = isinstance(value, Tensor), value if isinstance(value, Metric) else None
         number = _number(name, value)
-        exact, guess = math.nan if number is None else number, math.nan
+        exact, guess = ABSENT if number is None else number, ABSENT
         if not is_tensor and metric is None and self._has_guessed():
             exact, guess = guess, exact
         return Entry(
@@ -205,9 +211,7 @@ class _CaptureContext(AbstractContextManager[None]):
             calls, earlier = self._calls, self._capture.runs.get(self._index)
             if earlier is not None and len(earlier) == len(calls):
                 pairs = zip(earlier, calls, strict=True)
-                calls = [
-                    old if math.isnan(new.values[0]) and not math.isnan(old.values[0]) else new for old, new in pairs
-                ]
+                calls = [old if is_known(old.values[0]) and not is_known(new.values[0]) else new for old, new in pairs]
             self._capture.runs[self._index] = calls
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -223,13 +227,13 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _number(name: str, value: Any) -> float | None:
-    """The logged value as a number; NaN if it is on another rank, None if it is no number."""
+    """The logged value as a number; ``ABSENT`` if it is on another rank, None if it is no number."""
     if isinstance(value, Metric):
         value = getattr(value, "_forward_cache", None)
         if value is None:
-            return float("nan")
+            return ABSENT
     if is_absent(value):
-        return float("nan")
+        return ABSENT
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"self.log({name!r}, ...) needs one number, but the tensor has shape {tuple(value.shape)}")

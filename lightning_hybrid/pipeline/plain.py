@@ -54,6 +54,7 @@ class PlainRunner(MicrobatchRunner):
     Attributes:
         needs_weighting_check: Whether a training batch must still be compared with its shares.
         recording_error: Why the step could not be recorded before the run, whatever its branches; None if it was.
+        shared_last_batch: Whether the last training step ran on shares of its batch.
         stores_rows_of_samples: Whether training steps have stored tensors on modules that may have a row per sample.
     """
 
@@ -68,7 +69,7 @@ class PlainRunner(MicrobatchRunner):
         """Prepare to run steps; other arguments as for ``MicrobatchRunner``, with a plan of one stage."""
         super().__init__(*args, **how)
         root = self._root
-        self.stores_rows_of_samples = False
+        self.stores_rows_of_samples = self.shared_last_batch = False
         self.recording_error: Exception | None = None
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
@@ -182,10 +183,13 @@ class PlainRunner(MicrobatchRunner):
         weights, loss_weights, seeds = _weights(share, backwards)
         appended = AppendedEntries(root) if call.trains and share.total > 1 else None
         is_compared = backwards.are_run and self._sharing.size > 1 and not self._leaves_changes
-        changes = ModuleChanges(root, by_content=self.needs_weighting_check) if is_compared else None
+        given = call.batch, share.microbatches  # which have version counters of their own
+        changes = ModuleChanges(root, given, by_content=self.needs_weighting_check) if is_compared else None
         runs_share = backwards.are_run and self.runs_shares
+        if call.trains:
+            self.shared_last_batch = runs_share
         may_stop = backwards.are_run and self._has_backward_code is None and share.is_complete
-        snapshot = StepSnapshot(root) if runs_share or may_stop else None
+        snapshot = StepSnapshot(root, batches=given) if runs_share or may_stop else None
         first = self._replica * share.total + share.first
         keyed = partial(self._draws.keyed, call.name, call.number, first)
         with (

@@ -7,7 +7,6 @@ a mean over samples. Logged values and outputs are gathered on every one of them
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from lightning_hybrid.step.module_state.attributes import put
 from lightning_hybrid.step.module_state.snapshots import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensors import on_host
+from lightning_hybrid.step.standins.numbers import ABSENT
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize
 from lightning_hybrid.step.tracing.functions import BackwardCode
 from lightning_hybrid.step.tracing.lines import TorchCallSites, user_call_sites
@@ -161,7 +161,7 @@ def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]
         values: list[float] = []
         sizes: list[int | None] = []
         for entries, indices, count in zip(named, by_rank, counts, strict=True):
-            entry = entries[indices[key]] if key in indices else ("", [math.nan] * count, [None] * count)
+            entry = entries[indices[key]] if key in indices else ("", [ABSENT] * count, [None] * count)
             values += entry[1]
             sizes += entry[2]
         if key in by_rank[rank]:
@@ -184,7 +184,7 @@ class MicrobatchResults:
         weights: Weights of the microbatches by samples.
         loss_weights: Weights of their losses.
         by_samples: Logged keys that weigh by samples even where the loss does not.
-        entries: Logged entries, with a value per microbatch; NaN where one has not logged it.
+        entries: Logged entries, with a value per microbatch; ``ABSENT`` where one has not logged it.
         losses: None where a microbatch has returned none.
         sizes: Numbers of samples.
         outputs: Return values, detached; empty if no code reads them.

@@ -29,7 +29,7 @@ from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_na
 from lightning_hybrid.predict.layout import PlanLayout, number_format_of
 from lightning_hybrid.predict.measured import corrected
 from lightning_hybrid.predict.options import fixed_fields, strategy_options
-from lightning_hybrid.predict.plans import SearchResult
+from lightning_hybrid.predict.plans import Plan, SearchResult
 from lightning_hybrid.predict.report import PlannedRun, ranked_lines
 from lightning_hybrid.predict.search import cluster_of, predict_plan, search_layouts
 from lightning_hybrid.randomness.generators import GeneratorStates
@@ -42,17 +42,17 @@ from lightning_hybrid.strategies.user_code.hooks import why_no_stages
 _PLANS = 3  # printed
 
 
-def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str, Any]:
+def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> tuple[dict[str, Any], Plan | None]:
     """Return options of the strategy by their names: one for each size that is "auto", and what else is planned.
 
-    Plain replicas are kept where they fit. What the user has set is kept. This process must have no process groups.
+    Plain replicas are kept where they fit. What the user has set is kept.
 
     Args:
         strategy: With sizes that are "auto".
         trainer: About to run.
 
     Returns:
-        Nothing where no plan is requested, and replicas leave room for activations.
+        The options and their plan; none where no plan is requested, and replicas leave room for activations.
 
     Raises:
         PlanError: No layout fits.
@@ -65,9 +65,8 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str
     finally:
         states.restore()
     if recorded is None:
-        return {}
+        return {}, None
     run = _planned_run(strategy, recorded, path_of_measured_costs(trainer))
-    strategy.predicted_plan = run.result.best
     layout = run.result.best.layout
     hidden = {ROUTING_PROOF} if layout.routed_ranks == 1 else set()
     hidden |= {PROOF} if layout.tensor == 1 else set()
@@ -81,7 +80,7 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str
         rank_zero_info(f"hybrid3d: the largest batch of a replica that is computed at a time has {size} samples")
     options = {**sizes, **options}
     _log(trainer, run, options)
-    return options
+    return options, run.result.best
 
 
 def _log(trainer: pl.Trainer, run: PlannedRun, options: Mapping[str, Any]) -> None:

@@ -135,8 +135,8 @@ def record_costs(
 ) -> RecordedCosts:
     """Record the training step of a module in one process, and return its costs.
 
-    A step that cannot be recorded is estimated from the parameters, which the notes of the costs say. This process must
-    have no process groups; an error of the user's code is raised.
+    A step that cannot be recorded is estimated from the parameters, which the notes of the costs say. An error of the
+    user's code is raised.
 
     Args:
         lightning: The namespace of the module.

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from lightning_hybrid.batch.split import (
     split,
 )
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.patching import replace
 from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.run.build import decide_without_runner
 from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages, without_techniques
@@ -147,7 +149,7 @@ def make_plan(
     precision: str,
     request: PlanRequest | None = None,
 ) -> RunPlan:
-    """Plan a run on ``devices`` ranks in this process, which must have no process groups; an error of it is raised.
+    """Plan a run on ``devices`` ranks in this process; an error of it is raised.
 
     Args:
         lightning: The namespace of the module.
@@ -244,8 +246,7 @@ def _narrowed(lifecycle: RunLifecycle) -> RecordedBatch | None:
     count = choose_count(batch, options.microbatches, num_stages, options.batch_splitter)
     first = split(batch, count, options.batch_splitter)[0][0]
     options = dataclasses.replace(options, example_batch=first, num_microbatches=1, batch_splitter=None)
-    lifecycle.setting = dataclasses.replace(setting, options=options)
-    lifecycle.run = dataclasses.replace(lifecycle.run, setting=lifecycle.setting)
+    lifecycle.use_options(options)
     return RecordedBatch(batch_size_of(batch), count)
 
 
@@ -255,8 +256,7 @@ def _described(plan: RunPlan, *, measures_batch: bool) -> RunPlan:
     if measures_batch and run.setting.is_fitting and not run.is_pipelined:
         example = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
         elements = elements_per_sample(example) or 0.0
-        count = 1 if run.runner is None else run.runner.count("training_step", example)
-        batch = run.batch or RecordedBatch(batch_size_of(example), count)
+        batch = run.batch or RecordedBatch(batch_size_of(example), run.count(example))
     return dataclasses.replace(
         plan,
         batch=batch,
@@ -353,11 +353,31 @@ class _FirstRank(Hybrid3DStrategy):
 @contextlib.contextmanager
 def fake_ranks(number: int, rank: int = 0) -> Iterator[None]:
     """Make this process one of a number of ranks of torch's fake process groups inside; the others are not there."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=number)
+    with _own_world():
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=number)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _own_world() -> Iterator[None]:
+    """Set the process groups of an earlier fit aside inside; what torch makes there is gone afterwards."""
+    c10d, hook = dist.distributed_c10d, sys.excepthook  # which `init_process_group` wraps each time
+    names = dict(c10d._world.pg_names)
+    for name in names.values():  # torch finds groups by these in compiled code, and numbers those of a world from 0
+        c10d._unregister_process_group(name)
+    tables = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+    world = type("World", (c10d._World,), {**{table: {} for table in tables}, "group_count": 0})()
+    undo = replace(c10d, "_world", world, reason="a run is planned beside the groups of a fit")
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        undo()
+        sys.excepthook = hook
+        for group, name in names.items():
+            c10d._register_process_group(name, group)
 
 
 @contextlib.contextmanager

@@ -145,7 +145,7 @@ class HybridPrecision(MixedPrecision):
         norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes, parts=parts)
         self._norm = None if norm.is_local else norm
         if self.scaler is not None:
-            self.scaler.mesh = mesh
+            self.scaler.mesh, self.scaler.around_unscaling = mesh, around_clipping
 
     @property
     def steps_in_float32(self) -> bool:
@@ -296,7 +296,7 @@ class HybridPrecision(MixedPrecision):
         self.mesh = self._norm = None
         self.around_clipping = nullcontext
         if self.scaler is not None:
-            self.scaler.mesh = None
+            self.scaler.mesh, self.scaler.around_unscaling = None, nullcontext
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the number format and the loss scale, without process groups."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +25,12 @@ class MeshGradScaler(GradScaler):
 
     Attributes:
         mesh: mesh whose ranks step together; None for one process. With a mesh `unscale_` and `step` are collective.
+        around_unscaling: returns a context that is entered around the unscaling of gradients, which writes to shards
+            where code of the user would read full gradients.
     """
 
     mesh: Mesh | None = None
+    around_unscaling: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     @classmethod
     def of(cls, scaler: GradScaler) -> MeshGradScaler:
@@ -49,7 +54,7 @@ class MeshGradScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state of torch's scaler, without process groups."""
-        return {**super().__getstate__(), "mesh": None}
+        return {**super().__getstate__(), "mesh": None, "around_unscaling": nullcontext}
 
     def use_device(self, device: str) -> None:
         """Sets the device type of the gradients, "cpu" or "cuda"."""
@@ -60,7 +65,8 @@ class MeshGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         # Private to torch, but the one place that its unscale_ and its fused optimizers pass (FSDP's ShardedGradScaler
         # overrides it too). `found_inf` itself is among the results if a gradient is on its device.
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with self.around_unscaling():
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         for other in found.values():
             if other is not found_inf:
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.params.reads.hooks import HookReads
     from lightning_hybrid.pipeline.stages.plan import StagePlan
     from lightning_hybrid.run.partition import ModulePartition
+    from lightning_hybrid.strategies.options.options import Options
 
 
 class RunOwner(Protocol):
@@ -47,6 +48,9 @@ class RunOwner(Protocol):
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module as a checkpoint has it; collective."""
+
+    def use_options(self, options: Options) -> None:
+        """Run under other options from the next layout on."""
 
     def make_full(self) -> None:
         """Gather the full module on every rank."""
@@ -115,7 +119,7 @@ def build_run(
         is_filled = fills_empty and setting.empty is not None and setting.empty.fill(drop_plan)
         run.parts.shard_parameters(setting.module)
         run = _build_techniques(run, owner)
-        setting.averages.follow(setting.module, drop_plan, run.parts, owner.averaged_state)
+        setting.averages.follow(setting.module, drop_plan, run.parts, owner)
     return run, partition, is_filled
 
 
@@ -173,7 +177,7 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
     owner.state.shard(run.parts)
     hook_reads = _connect_hooks(run, owner, plan)
     if setting.is_fitting:
-        run.until_end.callback(FullAtTrainEnd(owner.make_full).enter(setting.trainer))
+        run.until_end.callback(FullAtTrainEnd(owner).enter(setting.trainer))
     return dataclasses.replace(run, hook_reads=hook_reads)
 
 
@@ -209,37 +213,8 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> HookReads:
         if isinstance(callback, ModelSummary):
             undo.callback(summarize_full_parameters(callback, reads))
     assert run.runner is not None
-
-    def in_shards() -> bool:
-        return not owner.state.is_full
-
-    loaders = wrap_loaders(
-        trainer,
-        module,
-        run.runner.unpartitioned,
-        is_sharded=in_shards,
-        active=lambda: owner.run.active,
-        synchronizes=lambda refers: _loaders_synchronize(owner.run, refers),
-    )
-    undo.callback(loaders)
-    watch = HookWatch(
-        trainer,
-        latest=lambda: owner.run.hook_reads or reads,
-        is_sharded=in_shards,
-        complete=lambda: owner.gradients_are_complete,
-        passes=setting.world.passes,
-        copies=lambda: setting.averages.copies,
-    )
+    undo.callback(wrap_loaders(owner, run.runner.unpartitioned))
+    watch = HookWatch(trainer, owner, reads)
     undo.callback(watch.wrap())
     undo.callback(CheckpointHooks(watch, reads).wrap())
     return reads
-
-
-def _loaders_synchronize(run: Run, refers: bool) -> bool:
-    """Return whether a loader's fetches synchronize with the fetches of other replicas; collective."""
-    world = run.setting.world
-    with world.as_launcher():
-        if not run.active.guards_loaders or not world.decide(refers, all_ranks=False):
-            return False
-        run.active.allow_rank_local_reads(run.mesh)
-    return True

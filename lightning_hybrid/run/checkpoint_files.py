@@ -1,59 +1,46 @@
-"""Checkpoints on disk as Lightning's hooks see them: one file of the first rank, or a folder of all ranks."""
+"""Checkpoints on disk as Lightning's hooks see them: one file of the first rank; those in folders derive from these."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import folder
 from lightning_hybrid.checkpoint.background import BackgroundSave
-from lightning_hybrid.checkpoint.local import OwnedShards, unsharded
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
-from lightning_hybrid.patching import replace
-from lightning_hybrid.randomness.generators import plain_generator_states, restore_plain_states
+from lightning_hybrid.randomness.generators import restore_plain_states
 from lightning_hybrid.run.module_state import FullOrShardedState
-from lightning_hybrid.run.setting import needs_runner
+from lightning_hybrid.run.setting import Setting, needs_runner
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.world.failures import warn_of_missing_checkpoint
 from lightning_hybrid.strategies.world.ranks import RankWorld
 
-if TYPE_CHECKING:
-    from lightning_hybrid.checkpoint.write import HostBuffers
-
-# Lightning's name for what it saves before it asks SLURM for the job's return: it must be there by then.
-_BEFORE_REQUEUE = "hpc_ckpt"
-
 
 class CheckpointFiles:
-    """Saves and loads the checkpoints of one module; folders and single files load in the same way.
+    """Saves the checkpoints of one module as single files, and loads files and folders alike.
 
     Attributes:
         seed: Of keyed randomness, from the checkpoint that was loaded; None if none was.
     """
 
+    _are_of_ranks = False  # whether each rank writes its own bytes
+
     def __init__(self) -> None:
         self.seed: int | None = None
         self._background = BackgroundSave()
-        self._reading_shards = contextlib.ExitStack()  # when closed, Lightning's checkpoints read full states
-        self._buffers: HostBuffers | None = None  # of the run, once it saves beside training
-        self._is_connected = False
-        self._writers: tuple[Any, ProcessGroup | None] | None = None
         self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
     def connect(
@@ -61,7 +48,6 @@ class CheckpointFiles:
     ) -> None:
         """Bind to one run: its module, ranks and state, and its options, which are planned by now."""
         self._module, self._world, self._state, self._options = module, world, state, options
-        self._is_connected = True
 
     def adopt_seed(self, seed: int) -> int:
         """Return the seed of the loaded checkpoint, or of an earlier run; the agreed one if there is none."""
@@ -69,188 +55,82 @@ class CheckpointFiles:
         return self.seed
 
     def check(self, checkpoint_io: Any) -> None:
-        """Check that folders can be written, and let Lightning read local shards for them.
+        """Check that checkpoints can be written."""
 
-        Raises:
-            ValueError: The user has a ``CheckpointIO``, or links to the last checkpoint.
-        """
-        if not self._options.save_distributed_checkpoint:
-            return
-        if type(checkpoint_io) not in (type(None), TorchCheckpointIO):
-            raise ValueError(
-                f"save_distributed_checkpoint=True writes folders by itself, but {type(checkpoint_io).__name__}"
-                " was given to write files; leave out one of them"
+    def warn_of_size(self, setting: Setting) -> None:
+        """Warn if a checkpoint of the run takes much of the memory of the rank that gathers it."""
+        with only_informs("the estimated size of a checkpoint"):
+            warn_of_large_single_file(
+                setting.trainer, setting.module, setting.trainer.optimizers, **setting.sizes_of_states
             )
-        for callback in self._model_checkpoints() if self._options.async_checkpoint else ():
-            if callback.save_last == "link":
-                raise ValueError(
-                    f"{type(callback).__name__}(save_last='link') links to a checkpoint that async_checkpoint=True is"
-                    " still writing, so a kill would leave a link to nothing; set save_last=True, whose checkpoint is"
-                    " replaced when the new one is complete"
-                )
-        connector = self._module.trainer._checkpoint_connector
-        # Other callers of `lightning_module_state_dict()` mean full tensors.
-        reads, why = "_get_lightning_module_state_dict", "each rank writes its own shards"
-        self._reading_shards.close()
-        self._reading_shards.callback(replace(connector, reads, self.local_state, reason=why))
 
     # -- states -------------------------------------------------------------------------------------------------------
 
-    def local_state(self) -> dict[str, Any]:
-        """Return the state dict of the module, with the local shard (``OwnedShards``) of each tensor."""
-        state = self._state
-        state.share_metrics()
-        if not state.is_full:
-            if self._world.is_disconnected:
-                return {}
-            self._world.rendezvous("trainer.save_checkpoint(...)")
-            state.optimizers.check_files()
-        with state.unguarded(), torch._C.DisableTorchFunction():
-            # The module's own method may leave something out, or add to it.
-            return self._divided(self._module.state_dict()) if state.is_full else state.local_states.module()
-
-    def _divided(self, full: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the full module with what this rank may have to write of each tensor."""
-        local, divided = self._state.local_states.tensors(), dict(full)
-        for name, value in full.items():
-            if isinstance(value, Tensor):
-                shards = local.get(name)
-                divided[name] = shards if _is_same_tensor(value, shards) else unsharded(value, counts=self._is_first)
-        return divided
-
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module, sharded as the module is, as a checkpoint has it."""
-        if self._options.save_distributed_checkpoint:
-            return self._state.local_states.module(copy)
         return self._state.gathered(copy)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer as a checkpoint has it: local shards by FQN, or all on the first rank."""
-        if not self._options.save_distributed_checkpoint:
-            return self._state.optimizers.full_state(optimizer)
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        self._state.optimizers.check_files()
-        with torch._C.DisableTorchFunction():
-            return self._state.optimizers.local_states.optimizer(optimizer)
+        """Return the state of an optimizer as a checkpoint has it, on the first rank."""
+        return self._state.optimizers.full_state(optimizer)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def save(
-        self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, save_file: Callable[..., None]
-    ) -> None:
-        """Write a folder, each rank its own bytes, or one file by Lightning's own ``save_file`` on the first rank.
+    def save(self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, checkpoint_io: CheckpointIO) -> None:
+        """Write a folder, each rank its own bytes, or one file on the first rank.
 
         Raises:
             TypeError: ``storage_options`` are passed for a folder.
             CheckpointError: It cannot be written; or the one before it could not.
         """
-        saves_folder = self._options.save_distributed_checkpoint
-        if not saves_folder and self._is_first and folder.is_folder(path) and folder.is_checkpoint(Path(path)):
-            folder.remove(Path(path))
         if self._world.is_disconnected and not self._state.is_full:
             warn_of_missing_checkpoint(path)
             return
         layout = self._world.layout
-        is_keyed = saves_folder or layout.world_size > 1 or needs_runner(self._options, layout)
         own = {"seed": self.seed, "layout": self._axis_sizes()}
-        state = {**checkpoint, **({"hybrid3d": own} if is_keyed else {})}
-        if saves_folder:
-            self._save_folder(state, path, storage_options)
-        else:
-            save_file(state, path, storage_options)
+        is_keyed = self._are_of_ranks or layout.world_size > 1 or needs_runner(self._options, layout)
+        self._write({**checkpoint, **({"hybrid3d": own} if is_keyed else {})}, path, storage_options, checkpoint_io)
 
-    def _save_folder(self, state: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if storage_options is not None:
-            raise TypeError("save_checkpoint(storage_options=...) is for a CheckpointIO, which writes no folders")
-        if "://" in str(filepath):
-            raise CheckpointError(
-                f"{filepath} is not local, and distributed checkpoints are; set save_distributed_checkpoint=False, or"
-                " save to a folder that all ranks share and copy it",
-                entry="save-local",
-            )
-        from lightning_hybrid.checkpoint.write import HostBuffers, prepare, write
-
-        world = self._world
-        with world.as_launcher(), torch._C.DisableTorchFunction():
-            path = Path(os.path.abspath(world.broadcast(os.fspath(filepath))))
-            self.wait()
-            waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_named_last(path)
-            is_running = self._module.trainer.state.status == TrainerStatus.RUNNING
-            beside = self._options.async_checkpoint and is_running and not world.broadcast(waited_for)
-            if beside and self._buffers is None:
-                self._buffers = HostBuffers()
-            buffers = self._buffers if beside else None
-            drawn = plain_generator_states(world.device)
-            if self._state.is_full and isinstance(state.get("state_dict"), Mapping):  # after a run it is one of tensors
-                state["state_dict"] = self._divided(state["state_dict"])
-            mesh, description = self._state.mesh, self._metadata(state)
-            save = prepare(state, path, mesh, description, buffers=buffers, generators=drawn)
-            if not beside or save.error is not None:
-                write(save, self._group)
-                return
-            if self._is_first and not path.exists():
-                path.mkdir(parents=True)  # the name is taken: a search for a free one must see it
-            self._background.start(save, self._group)
+    def _write(self, state: dict[str, Any], path: Any, storage_options: Any, checkpoint_io: CheckpointIO) -> None:
+        if self._is_first:
+            if folder.is_folder(path) and folder.is_checkpoint(Path(path)):
+                folder.remove(Path(path))
+            checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
 
     @property
     def _is_first(self) -> bool:
         return self._world.mesh.rank == 0
 
-    def _model_checkpoints(self) -> list[ModelCheckpoint]:
-        return [c for c in self._module.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-
-    def _is_first_named_last(self, path: Path) -> bool:
-        """Whether ``ckpt_path="last"`` would find the checkpoint being written, and no other.
-
-        If its name were taken by an empty folder, that would be found after a kill, and refused at each restart.
-        """
-        names = {callback.CHECKPOINT_NAME_LAST for callback in self._model_checkpoints()}
-        return any(path.name.startswith(name) for name in names) and not path.exists()
-
-    @property
-    def _group(self) -> ProcessGroup | None:
-        """A process group of all ranks for the writer threads only."""
-        if self._writers is None or self._writers[0] is not self._world.mesh:
-            self._writers = self._world.mesh, self._world.mesh.dedicated_world()
-        return self._writers[1]
-
-    def _metadata(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        packages = {"lightning_hybrid": "lightning-hybrid", "torch": "torch"}
-        versions = {name: _version(package) for name, package in packages.items()}
-        return {
-            "layout": self._axis_sizes(),
-            "versions": {**versions, "lightning": checkpoint.get("pytorch-lightning_version")},
-            "step": checkpoint.get("global_step"),
-            "epoch": checkpoint.get("epoch"),
-        }
-
     def _axis_sizes(self) -> dict[str, int]:
         return {**self._world.layout.by_axis, "stages_per_rank": self._state.stages_per_rank}
 
-    def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
-        """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``."""
-        self._background.wait(on_error=on_error)
+    def wait(self) -> None:
+        """Wait until the checkpoint being written is complete; a CheckpointError if it could not be."""
+        self._background.wait()
 
-    def remove(self, filepath: Any, remove_file: Callable[[Any], None]) -> None:
-        """Remove a checkpoint, after the one being written is complete, or by Lightning's own ``remove_file``."""
+    def finish_after_failure(self) -> None:
+        """Wait until the checkpoint being written is complete, and warn if it could not be."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            rank_zero_warn(str(error))
+
+    def removes(self, filepath: Any) -> bool:
+        """Remove a folder, after the one being written is complete; return whether it may be one."""
         if "://" in str(filepath) or not (self._background.is_writing or folder.is_folder(filepath)):
-            remove_file(filepath)
-        elif self._is_first:
+            return False
+        if self._is_first:
             self._background.remove(Path(os.path.abspath(filepath)))
+        return True
 
-    def close(self) -> None:
-        """Wait for the checkpoint being written at the end of a run."""
-        self._buffers = None
+    def close(self, *, in_shards: bool) -> None:
+        """Wait for the checkpoint being written at the end of a run, which may leave the module ``in_shards``."""
         self.wait()
-        ends_in_shards = self._is_connected and not (self._state.is_full or self._state.has_failed)
-        if not ends_in_shards:  # else checkpoints after the run are of shards too
-            self._reading_shards.close()
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def load(self, path: Any, weights_only: bool | None, load_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Read a folder on every rank, or a file by ``load_file``; a resumed run draws what the saved one would.
+    def load(self, path: Any, weights_only: bool | None, checkpoint_io: CheckpointIO) -> dict[str, Any]:
+        """Read a folder or a file on every rank; a resumed run draws what the saved one would.
 
         Raises:
             CheckpointError: A folder is incomplete, or no checkpoint of this package.
@@ -265,7 +145,10 @@ class CheckpointFiles:
             checkpoint = saved.checkpoint(unread=self._unread_parameters())
             self._generator_states = saved.generators()
         else:
-            checkpoint = load_file(path, weights_only=weights_only)
+            torch.cuda.empty_cache()
+            # Lightning passes a function that leaves storages on the host; torch loads no quantized states by one.
+            place: dict[str, Any] = {"map_location": "cpu"} if type(checkpoint_io) is TorchCheckpointIO else {}
+            checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only, **place)
         saved_by_ranks = checkpoint.get("hybrid3d", {})
         self.seed = saved_by_ranks.get("seed", self.seed)
         self._report_layout_change(path, saved_by_ranks.get("layout") or {})
@@ -297,19 +180,3 @@ class CheckpointFiles:
         if len(self._generator_states) == self._world.layout.data_parallel_size:
             restore_plain_states(self._generator_states[self._world.data_rank], self._world.device)
         self._generator_states = []
-
-
-def _is_same_tensor(value: Tensor, local: Any) -> bool:
-    """Whether a tensor in the module's state dict is the tensor that the module holds."""
-    return (
-        isinstance(local, OwnedShards)
-        and (local.shape, local.dtype) == (tuple(value.shape), value.dtype)
-        and all(box.content.data_ptr() == value.data_ptr() for box in local.boxes)
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from its source
-        return "unknown"

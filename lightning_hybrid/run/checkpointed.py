@@ -10,16 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.run.checkpoint_folders import CheckpointFolders
 from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.start.compiled_module import uncompiled
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.state.partial import check_is_full
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+
+
+def _files_of(options: Options) -> CheckpointFiles:
+    return CheckpointFolders() if options.save_distributed_checkpoint else CheckpointFiles()
 
 
 class CheckpointedStrategy(RankedStrategy):
@@ -30,10 +35,9 @@ class CheckpointedStrategy(RankedStrategy):
     """
 
     def __init__(self, options: Options, **lightning: Any) -> None:
-        self.options = options  # read where Lightning's own sets the module
-        self._compiles_as_module: Callable[[], Any] | None = None  # refers to the module that the user has compiled
         super().__init__(options, **lightning)
-        self._files = CheckpointFiles()
+        self._options_for: Callable[[], Any] | None = None  # refers to the module that options are planned for
+        self._files = _files_of(options)
         self._state: FullOrShardedState | None = None
         self._empty: EmptyInit | None = None
 
@@ -41,9 +45,9 @@ class CheckpointedStrategy(RankedStrategy):
         """Pickle neither a module's state nor open files."""
         return {
             **super().__getstate__(),
-            "_files": CheckpointFiles(),
+            "_files": _files_of(self.options),
             "_state": None,
-            "_compiles_as_module": None,
+            "_options_for": None,
         }
 
     @property
@@ -55,10 +59,10 @@ class CheckpointedStrategy(RankedStrategy):
     def _lightning_module(self, module: Any) -> None:
         # Lightning sets it just before it refuses a compiled module for any strategy that it does not know.
         compiled = uncompiled(module)
-        if self._compiles_as_module is not None and module is not self._compiles_as_module():
-            self._compiles_as_module, self.options = None, replace(self.options, compile=None)
+        if module is not None and (self._options_for is None or module is not self._options_for()):
+            # What was planned, or compiled, was for another module.
+            self.options, self.predicted_plan, self._options_for = self._requested, None, weakref.ref(module)
         if compiled is not None and self.options.compile is None:
-            self._compiles_as_module = weakref.ref(module)
             self.options = replace(self.options, compile=compiled or "units")
             rank_zero_info(
                 f"{type(module).__name__} was compiled as one function, and is compiled layer by layer, as with"
@@ -95,8 +99,11 @@ class CheckpointedStrategy(RankedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state dict into the local shards."""
-        assert self._state is not None
-        self._state.load_module(checkpoint["state_dict"], self._adopt_empty_init, strict=strict)
+        assert self._state is not None and self.lightning_module is not None
+        if self._state.is_full:
+            check_is_full(self.lightning_module)
+            self._adopt_empty_init()
+        self._state.load_module(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as a checkpoint has it; collective."""
@@ -121,18 +128,13 @@ class CheckpointedStrategy(RankedStrategy):
             return
         self.check_not_forked("rank to write a folder (save_distributed_checkpoint=True)")
         _ = self.world
-        self._files.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+        self._files.save(checkpoint, filepath, storage_options, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder or a file on every rank."""
-        return self._files.load(checkpoint_path, weights_only, self._load_file)
-
-    def _load_file(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if type(self.checkpoint_io) is not TorchCheckpointIO:
-            return super().load_checkpoint(path, weights_only=weights_only)
-        # Lightning passes a function that leaves storages on the host; torch loads no quantized states by a function.
-        return self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)  # type: ignore[arg-type]
+        return self._files.load(checkpoint_path, weights_only, self.checkpoint_io)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the one being written is complete."""
-        self._files.remove(filepath, super().remove_checkpoint)
+        if not self._files.removes(filepath):
+            super().remove_checkpoint(filepath)

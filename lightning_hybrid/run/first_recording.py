@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -49,13 +48,12 @@ _STEPS: dict[TrainerFn, tuple[str, Literal["max_size_cycle", "sequential"]]] = {
 def record_first_step(
     setting: Setting,
     runner: MicrobatchRunner,
-    context: Callable[[str], Callable[[], AbstractContextManager[Any]]],
     arguments: Sequence[Any] | None = None,
 ) -> Sequence[Any] | None:
     """Record the step of this run's kind on an example batch; the recording decides the partition.
 
-    ``context`` returns that of each step, by its name; ``arguments`` are of the training step that comes next, in a run
-    that has begun. Returns the arguments of the step; None where there is none, or it cannot be partitioned.
+    ``arguments`` are of the training step that comes next, in a run that has begun. Returns the arguments
+    of the step; None where there is none, or it cannot be partitioned.
 
     Raises:
         BatchError: The batch cannot be split as the options require.
@@ -83,7 +81,7 @@ def record_first_step(
             f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
             " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
         )
-    call = Call(name, getattr(module, name), batch, arguments[1:], context(name))
+    call = Call(name, getattr(module, name), batch, arguments[1:], setting.contexts.of(name, delays_loggers=True))
     is_recorded = _record(setting, runner, call, optimizers_exist=optimizers_exist)
     for state in before:
         state.restore()
@@ -144,13 +142,11 @@ def warn_of_mixed_samples(setting: Setting, runner: StepRunner, call: Call) -> N
     if not strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
         return
     some = dataclasses.replace(call, batch=split(batch, max(1, count // 2))[0][0])
-    randomness = KeyedRandomness(0, setting.device)
     uncompiled = EagerSwitch()
     uncompiled.on()
     try:
         with current_hook(module, "training_step"), torch.compiler.set_stance("force_eager"):
-            agree = partial(strategy.reduce_boolean_decision, all=False)
-            found, is_recorded, has_room = _measured(module, runner, some, randomness, agree)
+            found, is_recorded, has_room = _measured(setting, runner, some)
     finally:
         uncompiled.off()
     weighting = agree_on_weighting(None, found)
@@ -168,15 +164,10 @@ def warn_of_mixed_samples(setting: Setting, runner: StepRunner, call: Call) -> N
         rank_zero_info(weighting.describe(batch))
 
 
-def _measured(
-    module: pl.LightningModule,
-    runner: StepRunner,
-    call: Call,
-    randomness: KeyedRandomness,
-    agree: Callable[[bool], bool],
-) -> tuple[LossWeighting, bool, bool]:
+def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWeighting, bool, bool]:
     """How the halves of a batch weigh in its loss and gradients, whether by recorded means, and if there was memory."""
-    had_no_room = False
+    had_no_room, randomness = False, KeyedRandomness(0, setting.device)
+    agree = partial(setting.trainer.strategy.reduce_boolean_decision, all=False)
 
     def step(part: Any) -> Any:
         return call.on(part)()
@@ -186,7 +177,7 @@ def _measured(
         had_no_room = had_no_room or is_out_of_memory(error)
         return False
 
-    comparison = Comparison(module, step, randomness, call.context, agree, note)
+    comparison = Comparison(setting.module, step, randomness, call.context, agree, note)
     found = measured = comparison.measure(call.batch, 2, None)
     compared = runner.compare_recorded_means(call, note)
     uses_means = True

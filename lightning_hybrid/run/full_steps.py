@@ -37,7 +37,7 @@ def step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimiz
         if isinstance(optimizer, TrustRatioOptimizer):
             _sum_norms_over_shards(run, owner, optimizer, run.parts, "holders")
         elif steps_full_parameters(optimizer):
-            step = OwnerStep(optimizer, run.parts, names, lambda: owner.state.is_full)
+            step = OwnerStep(optimizer, run.parts, names, owner.state)
             run.until_end.callback(step.close)
             name = type(optimizer).__name__
             stepped_at_owners.append(optimizer)
@@ -74,7 +74,7 @@ def read_in_manual_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimiz
         return []
     in_step = HookReads(named, LocalShards(setting.module, shardings), agreement)
     for optimizer, reads in reads_of_optimizers(found, in_step).items():
-        run.until_end.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
+        run.until_end.callback(watch_step(optimizer, reads, owner.state))
     return found
 
 

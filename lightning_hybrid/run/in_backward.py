@@ -61,7 +61,7 @@ def connect_steps_in_backward(
     if any(p in run.parts.owners for g in optimizer.param_groups for p in g["params"]):
         name = type(optimizer).__name__
         raise _refusal(f"{name} steps full parameters, whose shards go to their owners", "use an elementwise optimizer")
-    is_partitioned = run.plan is not None and run.plan.is_partitioned
+    is_partitioned = run.partitioned is not None
     is_local = not run.active.reduces_gradients and run.mesh.size("data") == 1 and not is_partitioned
     steps = StepsInBackward(
         optimizer,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.checkpoint.full import (
     load_module_state,
@@ -22,7 +21,6 @@ from lightning_hybrid.checkpoint.full import (
 from lightning_hybrid.checkpoint.local import LocalState
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.memory.free import free_bytes, free_on_host
-from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.plan import unshard_parameters
@@ -30,7 +28,6 @@ from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.optimizer_states import OptimizerStates, is_in_first_copy
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.standins.tensors import full_shape, is_absent
-from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.partial import (
     check_is_full,
     missing_parameters,
@@ -38,6 +35,9 @@ from lightning_hybrid.strategies.state.partial import (
 )
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.text import sized
+
+if TYPE_CHECKING:
+    from lightning_hybrid.pipeline.stages.plan import StagePlan
 
 
 class Place(Enum):
@@ -66,6 +66,7 @@ class FullOrShardedState:
     Attributes:
         is_full: Whether this rank has all of the module.
         optimizers: The states of the optimizers of this fit, or of the one before.
+        mesh: The ranks that parameters are sharded over.
     """
 
     def __init__(self, module: pl.LightningModule, world: RankWorld, optimizers: OptimizerStates | None = None) -> None:
@@ -76,12 +77,13 @@ class FullOrShardedState:
         self.is_full = True
         self._failed = self._is_too_large = False
         self._run: Run | None = None
-        self._guard: RemovableHandle | None = None
-        self._loads_shards: RemovableHandle | None = None
+        self._plan: StagePlan | None = None
+        self._shards, self.mesh = LocalShards(module, ()), world.mesh
+        self._guard, self._until_full = contextlib.ExitStack(), contextlib.ExitStack()
 
     def follow(self, run: Run, optimization: Optimization) -> None:
         """Use the run and the optimization of a new layout."""
-        self._run = run
+        self._run, self._plan, self._shards, self.mesh = run, run.plan, run.parts, run.mesh
         if run.setting.is_fitting:
             self.optimizers.follow(run, optimization)
 
@@ -90,10 +92,10 @@ class FullOrShardedState:
     def shard(self, parts: LocalShards) -> None:
         """Mark the module as sharded; its own ``state_dict()`` then refuses to emit empty tensors."""
         self.is_full = False
-        self._guard = _guarded(self._module, refuse_partial_state)
+        self._refuse()
         if parts:
             hook = temporary_hook(self._module, shard_loading_hook(parts, self._module))
-            self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
+            self._until_full.callback(self._module.register_load_state_dict_pre_hook(hook).remove)
 
     def make_full(self, *, for_run: bool = True) -> None:
         """Gather the full module, and the states of its metrics, on every rank; collective.
@@ -103,25 +105,23 @@ class FullOrShardedState:
         """
         run = self._run
         self.share_metrics()
-        if self.is_full or run is None or run.plan is None or self._failed or self._is_too_large:
+        if self.is_full or run is None or self._plan is None or self._failed or self._is_too_large:
             return
-        self._world.passes()
+        self._world.progress.passes()
         self.optimizers.check_files()
         place = Place.DEVICE if for_run else self._place_for_full_module()
         if place is Place.SHARDS:
             self._is_too_large = True
-            self._refuse(check_is_full)
+            self._refuse()
             return
         device = torch.device("cpu") if place is Place.HOST else None
         run.parts.unshard_parameters(device=device)
         run.active.forget()
-        unshard_parameters(run.plan, kept_on=device)
+        unshard_parameters(self._plan, kept_on=device)
         run.setting.averages.unshard_parameters()
         self.is_full = True
-        for handle in (self._loads_shards, self._guard):
-            if handle is not None:
-                handle.remove()
-        self._loads_shards = self._guard = None
+        self._until_full.close()
+        self._guard.close()
 
     def _place_for_full_module(self) -> Place:
         """Return where full parameters fit on every rank; collective."""
@@ -148,12 +148,15 @@ class FullOrShardedState:
         """Join no further collectives: the run has failed, and the module stays as it is."""
         self._failed = True
         self.optimizers.fail()
-        self._refuse(check_is_full)
+        if not self.is_full:
+            self._refuse()
 
-    def _refuse(self, refusal: Callable[..., None]) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = _guarded(self._module, refusal)
+    def _refuse(self) -> None:
+        """Let the module's ``state_dict()`` raise."""
+        self._guard.close()
+        refusal = check_is_full if self._failed or self._is_too_large else refuse_partial_state
+        handle = self._module.register_state_dict_pre_hook(temporary_hook(self._module, refusal))
+        self._guard.callback(handle.remove)
 
     @property
     def has_failed(self) -> bool:
@@ -171,41 +174,29 @@ class FullOrShardedState:
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:
         """Let the state dict of a sharded module be read."""
-        if self._guard is None:
-            yield
-            return
-        self._guard.remove()
+        self._guard.close()
         try:
             yield
         finally:
-            self._guard = _guarded(self._module, check_is_full if self._failed else refuse_partial_state)
+            if not self.is_full:
+                self._refuse()
 
     # -- the module ---------------------------------------------------------------------------------------------------
 
     @property
     def local_states(self) -> LocalState:
         """The local shards of the module and of optimizer states, by FQN."""
-        plan = None if self._run is None else self._run.plan
-        return LocalState(self._module, self.mesh, plan, self._shards)
-
-    @property
-    def _shards(self) -> LocalShards:
-        return LocalShards(self._module, ()) if self._run is None else self._run.parts
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks that parameters are sharded over."""
-        return self._world.mesh if self._run is None else self._run.mesh
+        return LocalState(self._module, self.mesh, self._plan, self._shards)
 
     @property
     def stages_per_rank(self) -> int:
         """Stages that each pipeline rank holds."""
-        return 1 if self._run is None or self._run.plan is None else self._run.plan.stages_per_rank
+        return 1 if self._plan is None else self._plan.stages_per_rank
 
     def module_state(self) -> dict[str, Any]:
         """Gather the state dict of the full module on the first rank; collective."""
         self.share_metrics()
-        if self.is_full or self._run is None or self._run.plan is None:
+        if self.is_full:
             return self._module.state_dict()
         if self._world.is_disconnected:
             return {}
@@ -235,8 +226,8 @@ class FullOrShardedState:
         ):
             self._run.metrics.broadcast_all_states()
 
-    def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyInit | None], *, strict: bool) -> None:
-        """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.
+    def load_module(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load a state dict of full tensors into this rank's shards.
 
         Raises:
             CheckpointError: Shapes differ.
@@ -245,16 +236,9 @@ class FullOrShardedState:
             with self.unguarded():
                 load_module_state(self._module, state, self._shards, strict=strict)
             return
-        check_is_full(self._module)
-        empty()
         try:
             self._module.load_state_dict(state, strict=strict)
         except RuntimeError as error:
             if differing := state_mismatches(self._module, state, self._shards, strict=strict):
                 raise CheckpointError(differing, entry="other-model") from error
             raise
-
-
-def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:
-    """Let the module's ``state_dict()`` raise, until the handle is removed."""
-    return module.register_state_dict_pre_hook(temporary_hook(module, refusal))

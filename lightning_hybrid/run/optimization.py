@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -52,7 +51,7 @@ def connect_optimizers(
         made = _connect_optimizers(run, owner, optimizers)
     if run.hook_reads is not None and not run.setting.is_manual:
         for optimizer in optimizers:
-            undo = read_in_later_hooks(optimizer, built_with, run.hook_reads, lambda: not owner.state.is_full)
+            undo = read_in_later_hooks(optimizer, built_with, run.hook_reads, owner.state)
             run.until_end.callback(undo)
     return dataclasses.replace(made, step_hooks=built_with)
 
@@ -151,7 +150,7 @@ def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> 
         if isinstance(optimizer, LBFGS):
             from lightning_hybrid.strategies.user_code.optimizers import search_by_mean_loss
 
-            undo.callback(search_by_mean_loss(optimizer, partial(mesh.all_reduce, axis="data", op="mean")))
+            undo.callback(search_by_mean_loss(optimizer, mesh))
     return watched
 
 
@@ -166,7 +165,7 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
 
     watched = reads_of_optimizers(optimizers, run.hook_reads)
     for optimizer, reads in watched.items():
-        undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
+        undo.callback(watch_step(optimizer, reads, owner.state))
     return list(watched)
 
 

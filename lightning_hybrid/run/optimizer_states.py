@@ -26,6 +26,7 @@ from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensors import on_host
 from lightning_hybrid.strategies.world.ranks import RankWorld
 
 
@@ -89,8 +90,21 @@ class OptimizerStates:
         keep = self._world.data_rank % self._world.layout.replicas_of_copy == 0
         return self.local_states.full_optimizer(optimizer, keep=keep)
 
+    def full_states(self, optimizers: Sequence[Optimizer], *, of_each_copy: bool) -> list[dict[str, Any]]:
+        """Return the full state dict of each optimizer on every rank, in host memory; collective over the world.
+
+        Copies of the model have states of their own if ``of_each_copy``, and equal ones otherwise.
+        """
+        states = [map_leaves(on_host, self.full_state(each, of_each_copy=of_each_copy)) for each in optimizers]
+        copies = self._ranks_of_copies if of_each_copy else [list(range(self._world.layout.world_size))]
+        for ranks in copies:  # one after the other: only one of them is in memory besides that of this rank
+            received = broadcast_object(states, source=min(ranks))
+            if self._world.mesh.rank in ranks:
+                states = received
+        return states
+
     @property
-    def ranks_of_copies(self) -> list[list[int]]:
+    def _ranks_of_copies(self) -> list[list[int]]:
         """The ranks of the world by copy of the model."""
         layout = self._world.layout
         size = layout.replicas_of_copy

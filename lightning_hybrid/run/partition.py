@@ -63,7 +63,8 @@ class ModulePartition:
         is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
         if is_tried and isinstance(runner, StepRunner) and recorded:
             with setting.contexts.advice(), phase("comparing the loss of microbatches with that of their batch"):
-                step, context = setting.module.training_step, self._context("training_step")
+                context = setting.contexts.of("training_step", delays_loggers=True)
+                step = setting.module.training_step
                 call = Call("training_step", step, recorded[0], recorded[1:], context)
                 warn_of_mixed_samples(setting, runner, call)
         if recorded and setting.is_fitting:
@@ -130,14 +131,11 @@ class ModulePartition:
         """Whether a technique needs the recording of a step."""
         return any(technique.records for technique in self.run.techniques)
 
-    def _context(self, name: str) -> Any:
-        return self._setting.contexts.of(name, delays_loggers=True)
-
     def _record_step(self, arguments: Sequence[Any] | None) -> Sequence[Any] | None:
         setting, runner = self._setting, self.run.runner
         assert runner is not None
         with setting.contexts.advice(), phase("recording the step on one batch"):
-            return record_first_step(setting, runner, self._context, arguments)
+            return record_first_step(setting, runner, arguments)
 
     def _plan_on_mesh(self) -> None:
         """Make the runner, and the techniques that observe layers while the first step is recorded."""
@@ -145,7 +143,7 @@ class ModulePartition:
         if self.run.metrics is not None:
             self.run.metrics.close()
         metrics = MetricSync(setting.module, mesh.group("pp"), meet=setting.world.rendezvous)
-        plan, runner = make_runner(setting, mesh, self.run.randomness, metrics, lambda: self.run.parts)
+        plan, runner = make_runner(setting, mesh, self.run.randomness, metrics, self)
         self._set(metrics=metrics, plan=plan, runner=runner, techniques=())
         self._set(techniques=techniques_of(self.run))
         if self._find_tensor_plan is not None:

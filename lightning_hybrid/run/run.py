@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.pipeline.plain import PlainRunner
     from lightning_hybrid.pipeline.runner import MicrobatchRunner
     from lightning_hybrid.pipeline.staged import StepRunner
-    from lightning_hybrid.pipeline.stages.plan import StagePlan
+    from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
     from lightning_hybrid.predict.ranks import Place
     from lightning_hybrid.randomness.keyed import KeyedRandomness
     from lightning_hybrid.run.setting import Setting
@@ -95,10 +95,28 @@ class Run:
         return bool(self.parts) or self.is_pipelined
 
     @property
+    def partitioned(self) -> StagePlan | None:
+        """The plan, if the module is partitioned by it."""
+        return self.plan if self.plan is not None and self.plan.is_partitioned else None
+
+    @property
+    def recorded(self) -> TraceVariant | None:
+        """The first recording of the step; None where there is none."""
+        return None if self.plan is None else self.plan.first
+
+    @property
+    def runs_user_step(self) -> bool:
+        """Whether training steps are the user's own, which calls backwards or leaves them to Lightning."""
+        return self.runner is None or self.setting.is_manual
+
+    def count(self, batch: Any) -> int:
+        """The number of microbatches of a training step on a batch."""
+        return 1 if self.runner is None else self.runner.count("training_step", batch)
+
+    @property
     def assignment(self) -> Assignment | None:
         """The recorded step in stages; None where steps run in none."""
-        recorded = self.plan.first if self.is_pipelined and self.plan is not None else None
-        return None if recorded is None else recorded.assignment
+        return self.recorded.assignment if self.is_pipelined and self.recorded is not None else None
 
     @property
     def plain_runner(self) -> PlainRunner | None:
@@ -160,8 +178,8 @@ class Run:
     def local_layers(self) -> dict[str, nn.Module]:
         """Return the layers of this rank's stages, by FQN: the largest modules that repeat, and those beside them."""
         units = dict(self.setting.module.named_children())
-        if self.is_pipelined and self.plan is not None and self.plan.first is not None:
-            units = dict(self.plan.first.recording.units)
+        if self.is_pipelined and self.recorded is not None:
+            units = dict(self.recorded.recording.units)
         layers = find_layers(units).items()
         return {fqn: layer for fqn, layer in layers if not any(map(is_absent, layer.parameters()))}
 
@@ -172,9 +190,9 @@ class Run:
     def context(self, name: str) -> Any:
         """Return the factory of the context around one run of the step ``name``."""
         # Where a runner runs the layers, it enters these itself.
-        layers = None if self.runner is not None else self.active.of_steps
-        around = () if layers is None else (layers.running, layers.around_step)
-        return self.setting.contexts.of(name, delays_loggers=self.runner is not None, around_layers=around)
+        layers, has_runner = self.active.of_steps, self.runner is not None
+        around = () if has_runner else (layers.running, layers.around_step)
+        return self.setting.contexts.of(name, delays_loggers=has_runner, around_layers=around)
 
     def gathered(self, num_microbatches: int = 1) -> AbstractContextManager[Any]:
         """Gather parameters inside, for a step with that many backwards per stage."""
@@ -198,6 +216,11 @@ class Run:
     def shares_batches(self) -> bool:
         """Whether these ranks run training steps on shares of a batch; on the full batch otherwise."""
         return self.plain_runner is not None and self.plain_runner.runs_shares
+
+    @property
+    def shared_last_batch(self) -> bool:
+        """Whether these ranks ran the last training step on shares of its batch."""
+        return self.plain_runner is not None and self.plain_runner.shared_last_batch
 
     @property
     def unsplit_step_names(self) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.memory.free import free_bytes
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plain import PlainRunner
 from lightning_hybrid.pipeline.runner import MicrobatchRunner
@@ -29,9 +27,9 @@ _FREE_MEMORY_SHARE = 0.25
 
 
 def make_runner(
-    setting: Setting, mesh: Mesh, randomness: KeyedRandomness, metrics: MetricSync, parts: Callable[[], LocalShards]
+    setting: Setting, mesh: Mesh, randomness: KeyedRandomness, metrics: MetricSync, holder: Any
 ) -> tuple[StagePlan, MicrobatchRunner]:
-    """Make the stage plan of a full module, and the runner of its steps; ``parts`` are its shards, once it has some."""
+    """Make the stage plan of a full module, and the runner of its steps; ``holder`` has the run, with its shards."""
     module, world, options = setting.module, setting.world, setting.options
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.
@@ -51,14 +49,14 @@ def make_runner(
     unpartitioned = UnpartitionedSteps(
         module,
         plan,
-        parts,
+        lambda: holder.run.parts,
         mesh.group("replica"),
         randomness,
         partial(world.rendezvous, compares=False),
         room=partial(_gather_budget, device, world.num_processes),
         warn=_warn_of_unpartitioned,
-        has_recorded=world.has_recorded,
-        fails_alone=world.fails_alone,
+        has_recorded=world.progress.has_recorded,
+        fails_alone=world.progress.fails_alone,
     )
     common: dict[str, Any] = {
         "num_microbatches": options.microbatches,

@@ -16,7 +16,6 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -279,14 +278,14 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             self._lifecycle.execution.explain(exception)
         super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
-        self._files.wait(on_error=rank_zero_warn)
+        self._files.finish_after_failure()
 
     def teardown(self) -> None:
         """Leave a full module behind on every rank."""
         if self._lifecycle is not None:
             self._lifecycle.end()
         self.close_world(moves_module=self._state is None or self._state.can_be_moved)
-        self._files.close()
+        self._files.close(in_shards=self._state is not None and not (self._state.is_full or self._state.has_failed))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

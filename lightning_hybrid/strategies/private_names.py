@@ -98,7 +98,8 @@ TORCH: dict[str, tuple[str, ...]] = {
     "distributed.checkpoint.filesystem": ("_StorageInfo",),
     "distributed.device_mesh:DeviceMesh": ("_flatten",),
     "distributed.distributed_c10d": (
-        *("_get_default_store", "_get_process_group_store", "_set_pg_timeout", "_update_default_pg"),
+        *("_get_default_store", "_get_process_group_store", "_register_process_group", "_set_pg_timeout"),
+        *("_unregister_process_group", "_update_default_pg", "_world"),
     ),
     "distributions:Distribution": ("_validate_args",),
     "nn:Module": ("_apply", "_buffers", "_load_from_state_dict", "_modules", "_parameters"),

@@ -28,7 +28,7 @@ def connect_adascale(
         names = " and ".join(type(observer).__name__ for observer in observers)
         raise ValueError(f"{names} would both observe the gradients before their average; leave one of them out")
     for observer in observers:
-        observer.connect_mesh(mesh, lambda: counted, each_batch=active.reduces_gradients)
+        observer.connect_mesh(mesh, counted, each_batch=active.reduces_gradients)
         for reducer in reducers.every:
             reducer.observe(observer)
         for group in active.groups:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_hybrid.memory.live import LiveBytes
 from lightning_hybrid.optimizers.replacement import Place, is_replaced, replace_step
 from lightning_hybrid.optimizers.state_file import HOST
 from lightning_hybrid.params.guards import can_guard
@@ -59,9 +59,9 @@ def _fuse(optimizer: Optimizer) -> Callable[[], None]:
 @contextlib.contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
     """Set ``fused`` only while the parameters are stepped: hooks and checkpoints see the user's own choice."""
-    # A mode may give the step other tensors than the local ones.
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if type(mode) is not LiveBytes]
-    is_seen = torch._C._len_torch_function_stack() or modes
+    # A mode may give the step other tensors than the local ones; a step in the backward runs in a mode of the pipeline.
+    modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    is_seen = not all(getattr(mode, "only_watches", False) for mode in modes)
     chosen = [] if is_seen else [group for group in optimizer.param_groups if _can_be_fused(group, optimizer.state)]
     for group in chosen:
         group["fused"] = True

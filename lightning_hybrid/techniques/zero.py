@@ -179,10 +179,12 @@ class Zero(Technique):
             return []
         named = dict(run.setting.module.named_parameters())
         full = [each for each in optimizers if combines_parameters(each) or not can_step_shards(each)]
+        shardings = [
+            (each.group, {id(named[name]): p for name, p in each.placements.items()}) for each in self.shardings
+        ]
         for optimizer in optimizers:
-            for sharding in self.shardings if optimizer not in full else ():  # of experts too, over other ranks
-                placements = {id(named[name]): placement for name, placement in sharding.placements.items()}
-                run.until_end.callback(ShardedStep(optimizer, sharding.group, placements).close)
+            if optimizer not in full:
+                run.until_end.callback(ShardedStep(optimizer, shardings).close)
         return full
 
     def gathers_per_layer(self, run: Any) -> bool:

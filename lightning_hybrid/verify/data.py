@@ -36,6 +36,7 @@ class DataSplit:
     # steps that run on the full batch of a replica, whatever the number of microbatches
     unsplit_steps: frozenset[str] = frozenset()
     shares: int = 1  # number of ranks that each run training steps on a share of a replica's batch, in microbatches
+    shared: frozenset[int] = frozenset()  # the training batches that ran so; the others ran unsplit
     plain: bool = False  # whether each rank runs the user's step as it is, without stages
     start: int = 0  # training batches before this one are not split: their step did not run in stages yet
     # from this batch on the step does not run in stages any more, but on shares, or unsplit if there is one share. None
@@ -46,15 +47,14 @@ class DataSplit:
         """The ranks that share a training batch, as they hold shards instead of stages."""
         return self.shares if self.plain and (self.end is None or number >= self.end) else 1
 
-    def is_unsplit(self, number: int, size: int | None) -> bool:
-        """Whether training batch ``number``, of ``size`` samples, runs unsplit."""
+    def is_unsplit(self, number: int) -> bool:
+        """Whether training batch ``number`` runs unsplit."""
         if number < self.start:
             return True
         has_left_stages = self.plain and (self.end is None or number >= self.end)
         if not has_left_stages or (self.end is None and self.shares == 1):
             return False
-        few = self.splitter is None and (size or 0) < self.shares
-        return self.shares == 1 or number == (self.end or 0) or few
+        return number not in self.shared
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Pieces:
     def _count(self, name: str, batch: Any, number: int) -> tuple[int, int]:
         """The number of microbatches, 0 for a step that does not split this batch; and of ranks that share them."""
         data_split, size, is_training = self._data_split, batch_size_of(batch), name == "training_step"
-        if name in data_split.unsplit_steps or (is_training and data_split.is_unsplit(number, size)):
+        if name in data_split.unsplit_steps or (is_training and data_split.is_unsplit(number)):
             return 0, 1
         try:
             count = choose_count(batch, data_split.num_microbatches, data_split.num_stages, data_split.splitter)

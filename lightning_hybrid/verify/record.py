@@ -73,7 +73,7 @@ class RunRecord:
     unpartitioned_steps: frozenset[str] = frozenset()  # names of evaluation steps that each rank ran unpartitioned
     unsplit_steps: frozenset[str] = frozenset()  # names of steps whose batches were one microbatch each
     shares: int = 1  # number of ranks that hold shards instead of stages
-    in_shares: bool = False  # whether they ran training steps on shares of a batch, except for the first
+    shared: set[int] = field(default_factory=set)  # the training batches that they ran on shares of the batch
     # the first training batch that ran in stages, and the first after them that did not, if the layout has changed
     pipelined: tuple[int, int | None] = (0, None)
     # replicas, microbatches of each, and samples of a microbatch (0 if unknown) of the training batch with the most
@@ -126,6 +126,9 @@ class RunRecorder:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record loss, metrics, learning rates and weights after the step."""
+        run = getattr(trainer.strategy, "run", None)
+        if run is not None and run.shared_last_batch:
+            self.observed.shared.add(len(self.observed.steps))
         loss = find_loss(outputs)
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self.observed.steps.append(
@@ -176,7 +179,6 @@ class RunRecorder:
         self.observed.unsplit_steps |= run.unsplit_step_names
         self.observed.shares = max(self.observed.shares, run.batch_shares)
         self.observed.pipelined = trainer.strategy.pipelined_batches
-        self.observed.in_shares |= run.shares_batches
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         self.observed.coarse.update(name for name, value in metrics.items() if value.dtype != torch.float64)

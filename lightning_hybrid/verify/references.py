@@ -1,10 +1,10 @@
 """The references of a layout: runs in one process, with their noise floor, and which of them a layout equals.
 
-The plain step on the full batch is the rule. Two things are documented to be otherwise: each replica's loss is that of
-its own batch, as under DDP; and an objective that mixes samples is the mean over microbatches, as in gradient
-accumulation. The latter counts only where the plain step gives another loss, and both numbers are named. A mean over
-tokens, or over the entries of a mask, is no such objective: its microbatches can be weighted, so it must be that of the
-full batch.
+The plain step on the full batch is the rule. Three things are documented to be otherwise: a replica's loss is that of
+its own batch, as under DDP; an objective that mixes samples is the mean over microbatches, as in gradient accumulation;
+and a buffer that the step writes is written once per microbatch. The second counts only where the plain step gives
+another loss, and both numbers are named. A mean over tokens, or over the entries of a mask, is no such objective: its
+microbatches can be weighted, so it must be that of the full batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from lightning_hybrid.verify.compare import Difference, Margin, compare, is_step_number
+import torch
+from torch import Tensor
+
+from lightning_hybrid.verify.compare import Difference, Margin, as_float64, compare, is_step_number
 from lightning_hybrid.verify.data import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.experiment import Experiment, run_once
 from lightning_hybrid.verify.layouts import Layout
@@ -203,10 +206,23 @@ class Judge:
                 candidates.append(split)
             elif split is not None and mixing is not None and split.is_same:
                 candidates[-1].advice = f"; {mixing}, and {_UNWEIGHTED}"
+            elif split is not None and split.is_same and (name := self._written_buffer(split.reference)):
+                split.notes.append(f"the step writes the buffer {name!r} once per microbatch")
+                candidates.append(split)
         best = min(candidates, key=lambda one: (not one.is_same, len(one.differences)))
         if best.is_same and best.differences:
             self._explain(best)
         return best
+
+    def _written_buffer(self, split: Reference) -> str:
+        """A buffer that microbatches leave with another content than the full batch does; empty if there is none."""
+        full = {} if self._plain is None else self._plain.observed.buffers
+        tolerance = _MIXES.get(split.precision, 5e-2)
+
+        def is_equal(value: Tensor, other: Tensor | None) -> bool:
+            return other is not None and torch.allclose(as_float64(value), as_float64(other), rtol=tolerance)
+
+        return next((name for name in full if not is_equal(full[name], split.observed.buffers.get(name))), "")
 
     def _explain(self, best: Comparison) -> None:
         """Drop plain numbers that steps have logged, where they are means over replicas' batches or microbatches."""

@@ -294,10 +294,11 @@ def _split_of_ranks(data_split: DataSplit, first: RunRecord) -> DataSplit:
     unsplit_steps = data_split.unsplit_steps | first.unpartitioned_steps | first.unsplit_steps
     if first.shares > 1:
         start, end = first.pipelined
-        shares = first.shares if first.in_shares else 1
+        shares = first.shares if first.shared else 1
         steps = data_split.unsplit_steps if data_split.plain else unsplit_steps
-        changed = replace(data_split, unsplit_steps=steps, shares=shares, plain=True, start=start, end=end)
-        return changed if first.in_shares or end else replace(changed, num_microbatches=1)
+        changed = replace(data_split, unsplit_steps=steps, plain=True, start=start, end=end)
+        changed = replace(changed, shares=shares, shared=frozenset(first.shared))
+        return changed if first.shared or end else replace(changed, num_microbatches=1)
     return replace(data_split, unsplit_steps=unsplit_steps, start=first.pipelined[0])
 
 

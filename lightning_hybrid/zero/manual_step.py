@@ -11,7 +11,7 @@ gradients are averaged after each backward, as without ZeRO. Each ``optimizer.st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,42 +23,47 @@ from lightning_hybrid.params import store
 from lightning_hybrid.params.placement import Shard, join, padded
 from lightning_hybrid.zero.group import all_gather_single
 
+Sharding: TypeAlias = tuple[dist.ProcessGroup, Mapping[int, Shard]]  # ranks, and by id of a parameter its shards
+
 
 class ShardedStep:
-    """The sharded steps of one optimizer over the ranks of a shard group."""
+    """The sharded steps of one optimizer over the ranks of shard groups."""
 
-    def __init__(self, optimizer: Optimizer, ranks: dist.ProcessGroup, placements: Mapping[int, Shard]) -> None:
+    def __init__(self, optimizer: Optimizer, shardings: Sequence[Sharding]) -> None:
         """Replace the optimizer's step.
 
-        It is the same function for shards of a parameter as for the full one. ``placements`` are by id of each
-        parameter that is a shard between training steps, as its gradient and states are.
+        It is the same function for shards of a parameter as for the full one. ``shardings`` have each parameter that is
+        a shard between training steps, as its gradient and states are; experts have other ranks than the rest.
         """
-        self._optimizer, self._ranks, self._placements = optimizer, ranks, placements
+        self._optimizer = optimizer
+        self._shardings = {p: (ranks, shard) for ranks, placements in shardings for p, shard in placements.items()}
         self._original = optimizer.step
         self.close = step_after_closure(optimizer, self._step, Place.SHARDS, reason="sharded states")
 
     def _step(self, kwargs: dict[str, Any]) -> None:
         every = [p for group in self._optimizer.param_groups for p in group["params"]]
-        sharded = [p for p in every if id(p) in self._placements]
+        sharded = [p for p in every if id(p) in self._shardings]
         shards = ((p, self._shard(p, p.data), None if p.grad is None else self._shard(p, p.grad)) for p in sharded)
         with store.swapped(shards):
             self._original(**kwargs)
-        self._gather(sharded)
+        for ranks in dict.fromkeys(ranks for ranks, _ in self._shardings.values()):
+            self._gather([p for p in sharded if self._shardings[id(p)][0] is ranks], ranks)
 
     @torch.no_grad()
-    def _gather(self, parameters: Sequence[Tensor]) -> None:
-        """All-gather the stepped shards, in one message for each dtype."""
+    def _gather(self, parameters: Sequence[Tensor], ranks: dist.ProcessGroup) -> None:
+        """All-gather the stepped shards over their ranks, in one message for each dtype."""
         for dtype in sorted({p.dtype for p in parameters}, key=str):
             members = [p for p in parameters if p.dtype == dtype]
-            placements = [self._placements[id(p)] for p in members]
+            placements = [self._shardings[id(p)][1] for p in members]
             local = [padded(self._shard(p, p.data), of) for p, of in zip(members, placements, strict=True)]
             message = torch.cat([shard.reshape(-1) for shard in local])
-            received = message.new_empty(self._ranks.size() * message.numel())
-            all_gather_single(received, message, group=self._ranks)
-            of_ranks = [row.split([shard.numel() for shard in local]) for row in received.view(self._ranks.size(), -1)]
+            received = message.new_empty(ranks.size() * message.numel())
+            all_gather_single(received, message, group=ranks)
+            of_ranks = [row.split([shard.numel() for shard in local]) for row in received.view(ranks.size(), -1)]
             for number, (p, placement) in enumerate(zip(members, placements, strict=True)):
                 p.data.copy_(join([row[number].view(local[number].shape) for row in of_ranks], placement))
 
     def _shard(self, p: Tensor, full: Tensor) -> Tensor:
         """A view of the shard of this rank."""
-        return self._placements[id(p)].view(full, self._ranks.rank(), self._ranks.size())
+        ranks, placement = self._shardings[id(p)]
+        return placement.view(full, ranks.rank(), ranks.size())

@@ -135,7 +135,7 @@ def test_two_data_parallel_ranks(accumulate, monkeypatch):
     model = Module(batches(accumulate, dist.get_rank(), 2))
     mesh = Mesh.build(ParallelLayout(data_shard_size=2), "cpu")
     callback = AdaScale()
-    callback.connect_mesh(mesh, lambda: ({id(p) for p in model.parameters()},) * 2)
+    callback.connect_mesh(mesh, ({id(p) for p in model.parameters()},) * 2)
     model.reducer = GradientReducer(list(model.named_parameters()), mesh.group("data"))
     model.reducer.observe(callback)
     trainer_of(callback, accumulate).fit(model)
@@ -149,7 +149,7 @@ def test_stages_sum_their_squared_norms():
     model = Module(batches(2))
     mesh = Mesh.build(ParallelLayout(pipeline_parallel_size=2), "cpu")
     callback = AdaScale()
-    callback.connect_mesh(mesh, lambda: ({id(p) for p in model.net[2 * dist.get_rank()].parameters()},) * 2)
+    callback.connect_mesh(mesh, ({id(p) for p in model.net[2 * dist.get_rank()].parameters()},) * 2)
     trainer_of(callback, 2).fit(model)
     assert_same(model, gains, weights)
 

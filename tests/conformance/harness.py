@@ -197,7 +197,7 @@ class Checked:
 
     def _differs_from_ddp(self, layout: Layout) -> str | None:
         first = self._last[0].observed
-        is_whole = first.shares > 1 and not first.in_shares
+        is_whole = first.shares > 1 and not first.shared
         count = 1 if is_whole else int(layout.strategy.get("num_microbatches", 1))
         try:
             reference = self._of_ddp(count)

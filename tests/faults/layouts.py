@@ -41,6 +41,7 @@ FURTHER: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp2 x dp2": (4, 2, TP2),
     "tp2 x pp2 x dp2": (8, 2, TP2 | PP2 | HALVES),
     "tp2 x cp2": (4, 1, TP2 | {"context_parallel_size": 2}),
+    "dp4": (4, 4, {}),
 }
 BATCH, FEATURES = 8, 6
 

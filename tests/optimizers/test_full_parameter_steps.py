@@ -1,5 +1,7 @@
 """Optimizers that need all elements of a parameter: parity with one process, owners, bytes and messages."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,7 +151,7 @@ def one_step(make_optimizer):
         messages.append(message.nbytes)
         return send(received, message, *args, **kwargs)
 
-    step = OwnerStep(optimizer, parts, names, lambda: False)
+    step = OwnerStep(optimizer, parts, names, SimpleNamespace(is_full=False))
     for _ in range(2):
         for name, gradient in full.gradients.items():
             getattr(full, name).grad = gradient.clone()

@@ -10,10 +10,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -24,6 +24,7 @@ from lightning_hybrid.callbacks import ActivationCheckpointing
 from lightning_hybrid.errors import LayoutError, PlanError
 from lightning_hybrid.experts import MoE
 from lightning_hybrid.planning import auto
+from lightning_hybrid.planning.dry_run.ranks import dry_run
 from lightning_hybrid.predict.costs.module import ROUTING_PROOF
 from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
@@ -125,7 +126,7 @@ def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, checkpoints
     planned = []
 
     def plan():
-        planned.append(plan_options(strategy) if strategy.options.may_be_planned and needs_plan(strategy) else None)
+        planned.append(plan_options(strategy)[0] if strategy.options.may_be_planned and needs_plan(strategy) else None)
         raise _Recorded
 
     monkeypatch.setattr(strategy, "setup_environment", plan)
@@ -258,7 +259,6 @@ class FullBatch(Net):
 
 def planned_for_activations(path, max_memory, callbacks, **options):
     """On a rank: the planned options and the recomputation of a fit, and what its checkpoint has of this package."""
-    dist.destroy_process_group()  # a step is recorded for a plan where there is none
     strategy = Hybrid3DStrategy(max_memory=max_memory, **options)
     trainer = trainer_of(1, strategy, callbacks, max_steps=1)
     trainer.fit(FullBatch())
@@ -272,6 +272,74 @@ def test_checkpoints_of_planned_microbatches_have_the_seed(worlds, tmp_path):
     path = str(tmp_path / "fit.ckpt")
     [(microbatches, _, _, saved)] = worlds.run(1, planned_for_activations, path, "402MB", [], recompute=None)
     assert microbatches > 1 and isinstance(saved["seed"], int)
+
+
+class Evaluated(Net):
+    """Has what every entry point of a Trainer needs; may fail in training."""
+
+    def __init__(self, width=512, fails=False):
+        super().__init__(width)
+        self.lr, self.batch_size, self.fails = 1e-3, 8, fails
+        self.data = TensorDataset(torch.randn(48, width), torch.randn(48, 4))
+
+    def training_step(self, batch, batch_idx):
+        if self.fails and self.trainer.train_dataloader is not None:
+            raise ValueError("of the user")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", super().training_step(batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self.head(self.layers(batch[0]))
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=self.batch_size)
+
+    test_step = validation_step
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def in_one_process(size):
+    """On a rank: what remains after each of several runs that are planned, of one or another Trainer."""
+
+    def trainer(memory="420MB"):
+        strategy = Hybrid3DStrategy(max_memory=memory)
+        return trainer_of(size, strategy, [], max_steps=3), strategy
+
+    said, before, found = [], sys.excepthook, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "rank_zero_info", said.append)
+        module = Evaluated()
+        first, strategy = trainer()
+        first.fit(module)
+        found.append(strategy.layout.sizes)
+        for run_of in (first.validate, first.test, first.predict):
+            run_of(module)
+        Tuner(trainer()[0]).lr_find(module, num_training=3)
+        Tuner(trainer()[0]).scale_batch_size(module, max_trials=1, steps_per_trial=1)
+        with pytest.raises(PlanError):
+            trainer("300MB")[0].fit(module)
+        if size == 1:
+            described = dry_run(pl, Net(), {}, 4, {"pipeline_parallel_size": 2}, "32-true", lambda _: [0, 3])
+            assert [each["rank"] for each in described["rank"]] == [0, 3]
+            # The connections of several ranks are closed after a failure.
+            with pytest.raises(ValueError, match="of the user"):
+                trainer()[0].fit(Evaluated(fails=True))
+        again, strategy = trainer()
+        again.validate(module)
+        again.fit(module)
+        found.append(strategy.layout.sizes)
+        with pytest.raises(PlanError):  # what was planned was for a smaller module
+            again.fit(Evaluated(2048))
+    return found, [text for text in said if "was not recorded" in text], sys.excepthook is before
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_further_plans_in_one_process(worlds, size):
+    """Each records the step, beside the process groups of earlier runs, and leaves nothing of its own."""
+    for found, unrecorded, is_clean in worlds.run(size, in_one_process, size):
+        assert found[0] == found[1] and not unrecorded and is_clean
 
 
 def test_recomputation_of_a_callback_replaces_what_is_planned(worlds, tmp_path):

@@ -366,6 +366,8 @@ def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:
 class AbsentParameterReads(TorchFunctionMode):
     """Raises where a function reads a parameter that is on another stage, while it is entered."""
 
+    only_watches = True
+
     def __init__(self, root: nn.Module) -> None:
         """Take the user's module; some of its parameters are absent."""
         super().__init__()

@@ -44,7 +44,7 @@ def dry_run(
     with_shapes: bool = False,
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Plan a run, and describe what some of its ranks hold and send; there must be no process groups.
+    """Plan a run, and describe what some of its ranks hold and send.
 
     Args:
         lightning: The namespace of the module.

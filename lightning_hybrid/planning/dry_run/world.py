@@ -66,7 +66,7 @@ class MeshOfRank:
 
     @classmethod
     def of(cls, layout: ParallelLayout, rank: int) -> MeshOfRank:
-        """Build the mesh of a rank on fake process groups; there must be no others."""
+        """Build the mesh of a rank on fake process groups."""
         with fake_ranks(layout.world_size, rank):
             mesh = Mesh.build(layout, "cpu")
             axes = [*AXES, *FLATTENED, *(_EXPERT_AXES if routes_tokens(layout) else ())]

@@ -48,7 +48,7 @@ def record_in_one_stage(
 
     def record_with(units: Mapping[str, nn.Module], guesses: Sequence[bool]) -> None:
         batch = example_of_fit(trainer, options.example_batch)
-        count = 1 if run.runner is None else run.runner.count("training_step", batch)
+        count = run.count(batch)
         first = split(batch, count, options.batch_splitter)[0][0]
         step = partial(module.training_step, *step_arguments(module, "training_step", first))
         context = setting.contexts.of("training_step", delays_loggers=True)

@@ -35,10 +35,10 @@ def check_layout(run: Run, optimization: Optimization) -> None:
     wrong = next(((rank, text) for rank, (_, text) in enumerate(rows) if text), None)
     differs = any(rows[rank][0][part] != row[0][part] for part, others in ranks.items() for rank in others)
     votes: list[Any] = [None] * len(rows)
-    if wrong is None:
+    if not wrong:
         dist.all_gather_object(votes, table if differs else None)
-        wrong = next(((rank, "") for rank, vote in enumerate(votes) if vote is not None), None)
-    if wrong is None:
+        wrong = next(((rank, "") for rank, vote in enumerate(votes) if vote), None)
+    if not wrong:
         return
     rank, text = wrong
     raise RanksDisagree(
@@ -51,7 +51,7 @@ def check_layout(run: Run, optimization: Optimization) -> None:
 
 def _table(run: Run, optimization: Optimization) -> _Table:
     """The parameters, and the parameters in each message, as this rank knows them."""
-    plan = run.plan if run.plan is not None and run.plan.is_partitioned else None
+    plan = run.partitioned
     parameters = [
         (
             name,
@@ -78,10 +78,10 @@ def _ranks_that_share(run: Run) -> dict[str, list[int]]:
 
 def _not_as_planned(run: Run) -> str:
     """The first parameter that this rank does not hold as the table says; empty if there is none."""
-    plan, parts = run.plan, run.parts
+    plan, parts = run.partitioned, run.parts
     with torch._C.DisableTorchFunctionSubclass():
         for name, parameter in run.setting.module.named_parameters():
-            is_here = plan is None or not plan.is_partitioned or plan.rank in plan.ranks_of(name)
+            is_here = plan is None or plan.rank in plan.ranks_of(name)
             if is_absent(parameter) == is_here:
                 return f"{name} is {'absent' if is_here else 'present'} there"
             if is_here:

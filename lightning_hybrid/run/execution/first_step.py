@@ -53,19 +53,19 @@ def printed_once(error: FirstStepError, rank: int) -> FirstStepError:
 
 
 class FirstStepCheck(OwnedByRun, StepPolicy):
-    """Runs the first optimizer step in one process too, and raises unless losses and gradients match."""
+    """Runs the first optimizer step in one process too, and raises unless losses and gradients match.
+
+    Attributes:
+        is_pending: Whether the next step is compared with one process.
+    """
 
     def __init__(self, owner: RunOwner) -> None:
         super().__init__(owner)
         self._reference: OneProcessStep | None = None
         self._has_loss = False  # of the latest batch, in one process
         self._full = True  # whether full batches are run at once, not their microbatches
-        self._losses: list[float] | None = None  # until the first step is verified: this rank's, by batch
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the next step is compared with one process."""
-        return self._losses is not None
+        self._losses: list[float] = []  # of this rank, by batch
+        self.is_pending = False
 
     def begin(self) -> None:
         """Compare the next optimizer step.
@@ -82,11 +82,11 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
         self._start_over()
 
     def _start_over(self) -> None:
-        self._losses, self._reference = [], None
+        self.is_pending, self._losses, self._reference = True, [], None
 
     def before_batch(self, args: Sequence[Any]) -> None:
         """Run a training step before the first optimizer step in one process as well."""
-        if self._losses is None:
+        if not self.is_pending:
             return
         from lightning_hybrid.strategies.logs.phases import phase
 
@@ -95,7 +95,7 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
 
     def after_batch(self, output: Any) -> None:
         """Keep the loss of a training step before the first optimizer step."""
-        if self._losses is None:
+        if not self.is_pending:
             return
         loss = find_loss(output)
         if self._has_loss and loss is not None:
@@ -163,13 +163,13 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
     def _check_memory(self, batch: Any) -> None:
         from lightning_hybrid.memory.free import memory_shortage
 
-        setting, plan = self.setting, self.run.plan
+        setting = self.setting
         # The values of one microbatch, without those inside of units; those of all where a full batch fits.
-        graph = plan.first.assignment.graph if plan is not None and plan.first is not None else None
-        activations = 0 if graph is None else sum(value.nbytes for value in graph.values)
+        recorded = self.run.recorded
+        activations = 0 if recorded is None else sum(value.nbytes for value in recorded.assignment.graph.values)
         shortage = partial(memory_shortage, list(setting.module.parameters()), setting.device)
-        count = 1 if self.run.runner is None else self.run.runner.count("training_step", batch)
-        too_large, missing = setting.world.broadcast((shortage(activations * count), shortage(activations)))
+        needed = activations * self.run.count(batch), activations
+        too_large, missing = setting.world.broadcast(tuple(map(shortage, needed)))
         self._full = not too_large
         if too_large and not missing:
             rank_zero_info(f"the first step is verified one microbatch after the other: {too_large}")
@@ -184,8 +184,7 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
     def _gather(self, batch: Any) -> list[ReplicaInput]:
         from lightning_hybrid.verify.first_step import ReplicaInput
 
-        runner, mesh, device = self.run.runner, self.setting.world.mesh, self.setting.device
-        count = 1 if runner is None else runner.count("training_step", batch)
+        mesh, device, count = self.setting.world.mesh, self.setting.device, self.run.count(batch)
         local = ReplicaInput(batch, count, GeneratorStates(device))
         data = mesh.group("data")
         if data.size() == 1 or mesh.rank_in("pp") > 0:
@@ -237,8 +236,7 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
     def _compare(self) -> None:
         from lightning_hybrid.verify.first_step import compare_first_step
 
-        setting, world, losses = self.setting, self.setting.world, self._losses
-        assert losses is not None
+        setting, world = self.setting, self.setting.world
         reference: OneProcessResult | None = None if self._reference is None else self._reference.result
         parameters = dict(setting.module.named_parameters())
         overflow = reference is not None and not all(torch.isfinite(g).all() for g in reference.gradients.values())
@@ -251,7 +249,7 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
         clips = trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm")
         compare = partial(
             compare_first_step,
-            losses=losses,
+            losses=self._losses,
             parameters=parameters,
             stages=stages,
             norm=float(setting.mesh_precision.grad_norm(trained)) if clips else None,
@@ -266,7 +264,7 @@ class FirstStepCheck(OwnedByRun, StepPolicy):
         if verdict.first and world.broadcast(split is not None):
             of_microbatches = compare(split)  # an objective that mixes samples
             verdict = verdict if of_microbatches.first else of_microbatches
-        self._losses = self._reference = None
+        self.is_pending, self._losses, self._reference = False, [], None
         if verdict.first:
             refusal = FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"

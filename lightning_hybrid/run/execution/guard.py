@@ -22,7 +22,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -30,12 +29,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import batch_size_scaling
+from torch import nn
 
 from lightning_hybrid.collectives.arrivals import store_of_run
 from lightning_hybrid.collectives.forbidden import COLLECTIVES, POINT_TO_POINT
 from lightning_hybrid.errors import RankOutOfMemory, causes_of, is_out_of_memory
-from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
+from lightning_hybrid.run.build import OwnedByRun, RunOwner
+from lightning_hybrid.run.execution.steps import StepExecution
 from lightning_hybrid.shared_memory.collectives import SharedMemory
 from lightning_hybrid.shared_memory.transfers import Transfers, discard_unread_transfers
 from lightning_hybrid.strategies.world.ranks import RankWorld
@@ -62,10 +63,11 @@ class MemoryGuard:
         is_active: Whether a function runs now.
     """
 
-    def __init__(self, mesh: Mesh, timeout: timedelta, any_failed: Callable[[], bool]) -> None:
-        """Prepare; all ranks make their guards of a run in one order. ``timeout`` is of one wait."""
+    def __init__(self, world: RankWorld) -> None:
+        """Prepare; all ranks make their guards of a run in one order."""
         self.is_active = False
-        self._mesh, self._timeout, self._any_failed = mesh, timeout.total_seconds(), any_failed
+        self._world, self._timeout = world, world.timeout.total_seconds()  # of one wait
+        self._mesh = mesh = world.mesh
         self._size = mesh.layout.world_size
         self._attempt = 0
         self._rounds: Counter[str] = Counter()  # collectives that this rank has arrived at, by group
@@ -142,7 +144,7 @@ class MemoryGuard:
         if self._store.add(self._key("ended"), 1) == self._size:
             has_failed = self._store.check([failed])
             self._store.set(outcome, self._store.get(failed) if has_failed else b"-")
-        self._wait_for(outcome, lambda: None)
+        self._wait_for(outcome)
         found = self._store.get(outcome).decode(errors="replace")
         return "" if found == "-" else found
 
@@ -199,19 +201,17 @@ class MemoryGuard:
             if number > 1:  # all ranks have read the one before
                 self._store.delete_key(self._key(name, str(number - 1)))
         else:
-            self._wait_for(decision, lambda: self._stop_if_failed(decision))
+            self._wait_for(decision, stops=True)
             outcome = self._store.get(decision)
         if outcome == b"stop":
             raise _StoppedByPeer
 
-    def _stop_if_failed(self, decision: str) -> None:
-        if self._store.check([self._key("failed")]):
-            self._store.compare_set(decision, "", "stop")
-
-    def _wait_for(self, key: str, meanwhile: Callable[[], None]) -> None:
+    def _wait_for(self, key: str, *, stops: bool = False) -> None:
+        """Wait for a decision of all ranks; "stop" becomes it where it ``stops`` if a rank has failed."""
         pauses = self._pauses()
         while not self._store.check([key]):
-            meanwhile()
+            if stops and self._store.check([self._key("failed")]):
+                self._store.compare_set(key, "", "stop")
             time.sleep(next(pauses))
 
     def _pauses(self) -> Iterator[float]:
@@ -223,7 +223,7 @@ class MemoryGuard:
         """
         begin, pause = time.monotonic(), _FIRST_PAUSE
         for count in range(1, 2**62):
-            if count % _READS_PER_CHECK == 0 and self._any_failed():
+            if count % _READS_PER_CHECK == 0 and self._world.any_failed():
                 raise dist.DistNetworkError("another rank has failed while this one waited for it")
             if time.monotonic() - begin > self._timeout:
                 raise RuntimeError(
@@ -252,27 +252,43 @@ def searches_batch_size(trainer: Any) -> bool:
     return any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks)
 
 
-def guard_trials(
-    world: RankWorld, guard: MemoryGuard, before_trial: Callable[[], None], abandon: Callable[[], None]
-) -> Callable[[], None]:
-    """Let all ranks stop a trial together, and load one file after the last; return the undo.
+class BatchSizeTrials(OwnedByRun):
+    """Lets all ranks stop a trial of a batch size together, and load one file after the last."""
 
-    ``abandon`` is called after a trial that ran out of memory, on all ranks.
-    """
-    # Each rank would restore from a file of another name, of which one has been written.
-    name = world.broadcast(str(uuid.uuid4()))
-    undo, reason = contextlib.ExitStack(), "all ranks search one batch size"
-    names = SimpleNamespace(uuid4=lambda: name)
-    undo.callback(replace(batch_size_scaling, "uuid", names, reason=reason))
+    def __init__(self, owner: RunOwner, execution: StepExecution) -> None:
+        """Guard trials until the end of the run."""
+        super().__init__(owner)
+        self._execution, self._world = execution, self.setting.world
+        self._guard = MemoryGuard(self._world)
+        self._modes: list[tuple[nn.Module, bool]] = []  # of modules, before a trial
+        # Each rank would restore from a file of another name, of which one has been written.
+        name, reason = self._world.broadcast(str(uuid.uuid4())), "all ranks search one batch size"
+        names, undo = SimpleNamespace(uuid4=lambda: name), self._world.until_end
+        undo.callback(replace(batch_size_scaling, "uuid", names, reason=reason))
+        undo.callback(around(batch_size_scaling, "_try_loop_run", self._run_trial, reason=reason))
 
-    def run_trial(original: Callable[..., None], *args: Any) -> None:
-        before_trial()
+    def _run_trial(self, original: Callable[..., None], *args: Any) -> None:
+        self._begin()
         try:
-            guard.run(lambda: original(*args))
+            self._guard.run(lambda: original(*args))
         except RankOutOfMemory:
-            abandon()
-            world.catch_up(guard.largest)
+            self._abandon()
+            progress = self._world.progress
+            progress.catch_up(*(int(self._guard.largest(number)) for number in progress.reached))
             raise
 
-    undo.callback(around(batch_size_scaling, "_try_loop_run", run_trial, reason=reason))
-    return undo.close
+    def _begin(self) -> None:
+        self._modes = [(each, each.training) for each in self.setting.module.modules()]
+        if self.run.runner is not None:
+            self.run.runner.forget_batch_sizes()
+
+    def _abandon(self) -> None:
+        self._execution.abandon()
+        self.run.active.end_evaluation()
+        for module, is_training in self._modes:
+            module.training = is_training
+        trainer = self.setting.trainer
+        trainer.training = True  # a validation may have failed
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
+        self._begin()

@@ -32,6 +32,7 @@ from lightning_hybrid.strategies.user_code.hooks import step_arguments
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.lost_time.cuts import RebalancedCuts
+    from lightning_hybrid.pipeline.staged import StepRunner
 
 
 class LayoutChooser(OwnedByRun, StepPolicy):
@@ -128,8 +129,7 @@ class LayoutChooser(OwnedByRun, StepPolicy):
 
     def _takes_other_traces(self, broken: StepBroken) -> bool:
         """Select other traces for the batch; returns whether all ranks have found some."""
-        runner, world, error = self.run.staged_runner, self.setting.world, None
-        assert runner is not None
+        runner, world, error = self._staged_runner, self.setting.world, None
         runner.select_by_dry_runs("training_step")
         try:
             self._choose_trace(broken.arguments)
@@ -151,6 +151,12 @@ class LayoutChooser(OwnedByRun, StepPolicy):
             self._change_layout(arguments, world.first_reason(reason))
 
     @property
+    def _staged_runner(self) -> StepRunner:
+        runner = self.run.staged_runner
+        assert runner is not None  # steps run in stages
+        return runner
+
+    @property
     def _has_list_optimizers(self) -> bool:
         from lightning_hybrid.strategies.user_code.optimizers import (
             keeps_lists_per_parameter,
@@ -169,12 +175,11 @@ class LayoutChooser(OwnedByRun, StepPolicy):
         except BatchError:
             raise
         except Exception as raised:
-            if self._has_list_optimizers or (not has_replicas and world.fails_alone()):
+            if self._has_list_optimizers or (not has_replicas and world.progress.fails_alone()):
                 raise
             error = raised
         if has_replicas:
-            runner, was_split = self.run.staged_runner, not self._is_unsplit
-            assert runner is not None
+            runner, was_split = self._staged_runner, not self._is_unsplit
             with world.as_launcher():
                 fails, self._is_unsplit = world.any_of(error is not None, "training_step" in runner.unsplit_step_names)
             if self._is_unsplit and was_split and not fails:
@@ -193,15 +198,13 @@ class LayoutChooser(OwnedByRun, StepPolicy):
         """Partition the module anew, at the cuts that measured steps have chosen on all ranks."""
         with self.setting.world.as_launcher():
             self.setting.world.rendezvous("a change of the layout")
-            self._owner.setting = apply_pending_cuts(self.setting)
+            self._owner.use_options(with_pending_cuts(self.setting))
             self._change_layout(arguments, "")
 
     def _choose_trace(self, arguments: Sequence[Any]) -> None:
-        runner = self.run.staged_runner
-        assert runner is not None
         with self.setting.contexts.training_step_hook():
             call = self._execution.call("training_step", arguments, Backwards())
-            runner.select_next_traces(call, self._gathered_for_new_traces)
+            self._staged_runner.select_next_traces(call, self._gathered_for_new_traces)
 
     @contextlib.contextmanager
     def _gathered_for_new_traces(self, is_recorded: bool) -> Iterator[None]:
@@ -243,7 +246,7 @@ class LayoutChooser(OwnedByRun, StepPolicy):
 
         assert metrics is not None
         randomness = KeyedRandomness(setting.seed, setting.device)
-        _, runner = make_runner(setting, world.mesh, randomness, metrics, lambda: self.run.parts)
+        _, runner = make_runner(setting, world.mesh, randomness, metrics, self)
         call = self._execution.call("training_step", arguments, Backwards())
         try:
             with setting.contexts.training_step_hook():
@@ -283,12 +286,12 @@ def pending_cuts(trainer: pl.Trainer) -> Sequence[str] | None:
     return next((cuts.pending for cuts in chosen if cuts.pending is not None), None)
 
 
-def apply_pending_cuts(setting: Setting) -> Setting:
-    """Return the setting of a run with the pending cuts, which are no longer pending."""
+def with_pending_cuts(setting: Setting) -> Options:
+    """Return the options of a run with the pending cuts, which are no longer pending."""
     options = dataclasses.replace(setting.options, pipeline_cuts=pending_cuts(setting.trainer))
     for chosen in _chosen(setting.trainer):
         chosen.applied()
-    return dataclasses.replace(setting, options=options)
+    return options
 
 
 def _chosen(trainer: Any) -> Iterator[RebalancedCuts]:

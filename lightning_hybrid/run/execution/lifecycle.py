@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -24,18 +23,17 @@ from lightning_hybrid.run.contexts import StepContexts
 from lightning_hybrid.run.description.monitors import connect_monitors
 from lightning_hybrid.run.description.table import announce_run
 from lightning_hybrid.run.execution.first_step import FirstStepCheck
-from lightning_hybrid.run.execution.guard import MemoryGuard, guard_trials, searches_batch_size
+from lightning_hybrid.run.execution.guard import BatchSizeTrials, MemoryGuard, searches_batch_size
 from lightning_hybrid.run.execution.layout import LayoutChooser, with_cuts_of_checkpoint
 from lightning_hybrid.run.execution.steps import StepExecution, StepPolicy
 from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.run.optimization import connect_optimizers
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
-from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.logs.reduction import drop_logger_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput import count_devices_in_throughput
+from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
 from lightning_hybrid.strategies.state.partial import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
@@ -93,7 +91,6 @@ class RunLifecycle:
         self.state, self._files = state, files
         self._partition: ModulePartition | None = None  # of a layout that is not announced yet
         self._is_announced = False
-        self._modes: list[tuple[nn.Module, bool]] = []  # of modules, before a trial of a batch size
         self.optimization = Optimization()
         self.setting = Setting(
             trainer=trainer,
@@ -182,8 +179,7 @@ class RunLifecycle:
         policies: tuple[StepPolicy, ...] = self.first_step, self.changes
         fits = setting.is_fitting and setting.options.microbatch is not None
         if not fits and searches_batch_size(setting.trainer) and world.layout.world_size > 1:
-            guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
-            world.until_end.callback(guard_trials(world, guard, self._begin_trial, self._abandon_trial))
+            BatchSizeTrials(self, self.execution)
         if not setting.is_fitting or not (fits or setting.needs_runner):
             return policies
         from lightning_hybrid.run.execution.fit import (
@@ -194,26 +190,9 @@ class RunLifecycle:
 
         if not fits:
             return *policies, WeightedMicrobatches(self.execution, None)
-        guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
         check_microbatch_option(setting)
-        fit = FittingMicrobatches(setting, guard)
+        fit = FittingMicrobatches(setting, MemoryGuard(world))
         return *policies, WeightedMicrobatches(self.execution, fit), fit
-
-    def _begin_trial(self) -> None:
-        self._modes = [(each, each.training) for each in self.setting.module.modules()]
-        if self.run.runner is not None:
-            self.run.runner.forget_batch_sizes()
-
-    def _abandon_trial(self) -> None:
-        self.execution.abandon()
-        self.run.active.end_evaluation()
-        for module, is_training in self._modes:
-            module.training = is_training
-        trainer = self.setting.trainer
-        trainer.training = True  # a validation may have failed
-        trainer._logger_connector.reset_results()
-        trainer._logger_connector.reset_metrics()
-        self._begin_trial()
 
     # -- the owner of the run -----------------------------------------------------------------------------------------
 
@@ -231,6 +210,11 @@ class RunLifecycle:
         """Return the state dict of a copy of the module as a checkpoint has it; collective."""
         return self._files.averaged_state(copy)
 
+    def use_options(self, options: Options) -> None:
+        """Run under other options from the next layout on."""
+        self.setting = dataclasses.replace(self.setting, options=options)
+        self.run = dataclasses.replace(self.run, setting=self.setting)
+
     def make_full(self, *, for_run: bool = False) -> None:
         """Gather the full module on every rank, to train it on under another layout or at the end; collective."""
         strategy: Any = self.setting.trainer.strategy
@@ -239,14 +223,13 @@ class RunLifecycle:
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
         """Build the run again between two steps, as `RunOwner.change_layout`."""
         from lightning_hybrid.run.execution.agreement import check_layout
-        from lightning_hybrid.strategies.state.layout_changes import FullGradients, full_states
+        from lightning_hybrid.strategies.state.layout_changes import FullGradients
 
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None
         differ = any(technique.steps_alone(run) for technique in run.techniques)
-        copies = self.state.optimizers.ranks_of_copies if differ else [range(setting.layout.world_size)]
-        states = full_states(optimizers, partial(self.state.optimizers.full_state, of_each_copy=differ), copies)
+        states = self.state.optimizers.full_states(optimizers, of_each_copy=differ)
         gradients = FullGradients(
             setting.module,
             run.plan,
@@ -285,15 +268,8 @@ class RunLifecycle:
         setting, is_first = self.setting, not self._is_announced
         announce_run(self.run, with_environment=is_first)
         connect_monitors(self.run, None if self._partition is None else self._partition.graph)
-        if (
-            is_first
-            and setting.is_fitting
-            and setting.shards_module
-            and not setting.options.save_distributed_checkpoint
-        ):
-            optimizers = setting.trainer.optimizers
-            with only_informs("the estimated size of a checkpoint"):
-                warn_of_large_single_file(setting.trainer, setting.module, optimizers, **setting.sizes_of_states)
+        if is_first and setting.is_fitting and setting.shards_module:
+            self._files.warn_of_size(setting)
         self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------

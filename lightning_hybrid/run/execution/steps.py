@@ -306,7 +306,7 @@ class StepExecution(OwnedByRun):
         """Run a step of the user by the runner."""
         run, setting = self.run, self.setting
         assert run.runner is not None
-        setting.world.passes()
+        setting.world.progress.passes()
         backwards = run.runner.num_backwards(call.batch) if call.backwards.are_run else 0
         gathered = nullcontext() if call.is_manual else run.gathered(backwards)
         # Once for the step: each forward and backward runs code of the user.
@@ -329,7 +329,7 @@ class StepExecution(OwnedByRun):
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """Run an evaluation or prediction step by a forward-only schedule; return the output for the batch."""
         run = self.run
-        if run.runner is None or run.plan is None or not run.plan.is_partitioned:
+        if run.partitioned is None:
             return self._plain_step(name, args)
         call = self.call(name, args, Backwards())
         result = self._run(call)
@@ -380,7 +380,7 @@ class StepExecution(OwnedByRun):
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward of a scalar loss, and average gradients before hooks see them, as DDP."""
         module, plugin, guards = self.setting.module, self.setting.precision, self.run.guards
-        is_plain = self.run.runner is None or self.setting.is_manual
+        is_plain = self.run.runs_user_step
         if is_plain:
             self.recorder.add_since_last(Action(Kind.F, 0, 0))
             self.activations.measure(loss)
@@ -402,7 +402,7 @@ class StepExecution(OwnedByRun):
 
     def _before_plain_backward(self) -> None:
         """Arm the reducers where the step itself has run no backward: this one completes the gradients."""
-        if (self.run.runner is None or self.setting.is_manual) and self.is_syncing:
+        if self.run.runs_user_step and self.is_syncing:
             if (steps := self.optimization.in_backward) is not None:
                 steps.allow(True)
                 steps.begin_backward(is_last=True)
@@ -415,7 +415,7 @@ class StepExecution(OwnedByRun):
         log, self._finish_logs = None if self._finish_logs is None else self._finish_logs(), None
         run = self.run
         self._are_averages = self.is_syncing
-        if (run.runner is None or self.setting.is_manual) and self.is_syncing:
+        if run.runs_user_step and self.is_syncing:
             for reducer in self.optimization.reducers.every:
                 reducer.finish()
             if run.mesh.size("data") > 1:

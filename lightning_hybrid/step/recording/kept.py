@@ -18,7 +18,7 @@ from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.module_state.snapshots import AttributePath, ModuleSnapshot, is_state, reachable_leaves
 from lightning_hybrid.step.objects.pytree import children_of, flatten
-from lightning_hybrid.step.recording.reads import describe_tensors
+from lightning_hybrid.step.recording.reads import describe_tensors, of_metric
 from lightning_hybrid.step.standins.numbers import AbsentFloat, has_absent_content, is_absent_number, line_of_read
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.metrics import find_sinks
@@ -70,7 +70,7 @@ def with_kept_values(
     for location, leaf in reachable_leaves(root, plain=bool(recording.numbers_kept)):
         if id(leaf) in old_ids or location in kept:
             continue
-        if recording.numbers_kept and is_absent_number(leaf):
+        if recording.numbers_kept and is_absent_number(leaf) and not of_metric(root, location):
             kept[location] = "a number read from the model"
         elif isinstance(leaf, Tensor) and leaf.dim() and not is_absent(leaf):
             of_batch[location] = tuple(leaf.shape)

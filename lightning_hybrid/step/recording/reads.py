@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torchmetrics import Metric
 
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph.step_graph import Node, SizedBy
 from lightning_hybrid.step.module_state.attributes import computed_weights
 from lightning_hybrid.step.module_state.snapshots import AttributePath, ModuleSnapshot, reachable_leaves
+from lightning_hybrid.step.objects.modules import modules_in
 from lightning_hybrid.step.objects.names import SIZED_BY_DATA
 from lightning_hybrid.step.objects.pytree import flatten, map_tensors
 from lightning_hybrid.step.standins.numbers import is_absent_number, line_of_read, source_values
@@ -75,7 +77,7 @@ def find_escaped_values(
         if value is not None or isinstance(leaf, FakeTensor):
             if isinstance(location, AttributePath) and value is not None:
                 paths.append((location, value))
-        elif watch.numbers_read and not numbers and is_absent_number(leaf):
+        elif watch.numbers_read and not numbers and is_absent_number(leaf) and not of_metric(root, location):
             numbers = f"{line_of_read(leaf, watch.numbers_read)}: {location} keeps a number read from the model"
     paths += _rebound_buffers(root, watch, without)
     if paths:
@@ -84,6 +86,11 @@ def find_escaped_values(
     read = tuple(watch.values_read)
     values = dict.fromkeys((*(value for _, value in paths), *(read if numbers else ())))
     return EscapedValues(tuple(paths), tuple(values), (numbers, read), describe_tensors(result, watch))
+
+
+def of_metric(root: nn.Module, location: Any) -> bool:
+    """Whether an attribute is of a metric, whose states no step that is recorded changes, and one rank alone has."""
+    return isinstance(location, AttributePath) and isinstance(dict(modules_in(root)).get(location.module), Metric)
 
 
 def describe_tensors(value: Any, watch: StepMode) -> Any:

@@ -115,6 +115,14 @@ def _nan_with_payload(values: frozenset[int]) -> float:
     return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
 
 
+ABSENT = _nan_with_payload(frozenset())  # in place of a number that is not on this rank, or was not made
+
+
+def is_known(number: float) -> bool:
+    """Whether a number is here: it may be NaN, as a loss that diverges is."""
+    return source_values(number) is None
+
+
 def source_values(number: Any) -> frozenset[int] | None:
     """The values of the step graph that an absent number was computed from; None for other numbers."""
     if isinstance(number, AbsentFloat):

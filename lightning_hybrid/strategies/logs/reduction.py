@@ -23,6 +23,7 @@ from lightning_hybrid.patching import ignore_warnings, keep_clean, replace, repl
 from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.recording.kept import RecordedCall
+from lightning_hybrid.step.standins.numbers import is_known
 
 
 def silence_sync_dist_advice() -> Callable[[], None]:
@@ -127,7 +128,7 @@ def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[st
     if entry.metric is None:
         module.log(entry.name, torch.tensor(value, dtype=entry.dtype, device=module.device), **kwargs)
         return
-    cache = None if math.isnan(value) else torch.tensor(value, device=module.device)
+    cache = torch.tensor(value, device=module.device) if is_known(value) else None
     entry.metric._forward_cache = cache  # type: ignore[assignment]
     module.log(entry.name, entry.metric, **kwargs)
 
@@ -151,6 +152,14 @@ class _Logged(NamedTuple):
     value: float
     size: float | None
 
+    @property
+    def weight(self) -> float | None:
+        """The weight in a mean over replicas; None if they count equally.
+
+        Lightning sums values times sizes over replicas and batches, so a mean of plain means would be another epoch.
+        """
+        return self.size if self.entry.metric is None and self.entry.how == "mean" else None
+
 
 def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> dict[Key, _Logged]:
     keys = keys_of(entry.name for entry, _ in logged)
@@ -166,11 +175,11 @@ class _Exchange:
         self._skipped = skipped
         self._count, self._group = mesh.size("data"), mesh.group("data")
         self._device = mesh.device_mesh.device_type
-        values = [logged.value for logged in self._own.values()]
+        values = [one.value if one.weight is None else one.value * one.weight for one in self._own.values()]
         self._numbers = [*values, *(logged.size or 0 for logged in self._own.values())]
         # Halves of a checksum and their squares: all are equal if and only if count * sum of squares = square of sum,
         # which is the same on every rank. Sums of so small numbers are exact.
-        meant = [(key, logged.entry.how) for key, logged in self._own.items()]
+        meant = [(key, logged.entry.how, logged.weight is None) for key, logged in self._own.items()]
         halves = divmod(zlib.crc32(repr(meant).encode()), 1 << 16)
         header = [float(skipped), *halves, *(half * half for half in halves)]
         row = torch.tensor(header + self._numbers[:_SENT], dtype=torch.float64)
@@ -208,15 +217,18 @@ class _Exchange:
         signs = [-1.0 if how == "min" else 1.0 for how in hows]
         largest = [sign * number for sign, number in zip(signs, self._numbers[:num_keys], strict=True)]
         if "max" in hows or "min" in hows:
-            signed = torch.tensor(largest, dtype=torch.float64, device=self._device)
+            # A maximum over ranks may hide NaN, so whether there is one goes along.
+            signed = torch.tensor([largest, list(map(math.isnan, largest))], dtype=torch.float64, device=self._device)
             dist.all_reduce(signed, dist.ReduceOp.MAX, group=self._group)
-            largest = signed.tolist()
+            largest = [math.nan if is_nan else number for number, is_nan in zip(*signed.tolist(), strict=True)]
         reduced = {}
-        for position, (key, (entry, _, size)) in enumerate(self._own.items()):
-            total = totals[position]
+        for position, (key, own) in enumerate(self._own.items()):
+            total, size = totals[position], None if own.size is None else totals[num_keys + position]
             extremes = {"sum": total, "max": largest[position], "min": -largest[position]}
-            value = extremes.get(entry.how, total / self._count)
-            reduced[key] = _Logged(entry, value, None if size is None else totals[num_keys + position])
+            total_weight = self._count if own.weight is None else size
+            mean = total / total_weight if total_weight else math.nan
+            value = extremes.get(own.entry.how, mean) if is_known(own.value) else own.value
+            reduced[key] = _Logged(own.entry, value, size)
         return reduced
 
 
@@ -235,10 +247,15 @@ def _reduce_differing_keys(module: pl.LightningModule, local: dict[Key, _Logged]
         logs = [each[key] for each in all_replicas if key in each]
         entry = local[key].entry if key in local else _received(module, key, logs[0])
         values = [one["value"] for one in logs]
-        reduce: Callable[[Sequence[float]], float] = _REDUCTIONS.get(entry.how, statistics.fmean)
         sizes = [one["size"] for one in logs if one["size"] is not None]
+        total = _Logged(entry, 0.0, sum(sizes)).weight if len(sizes) == len(logs) else None
+        if total:
+            value = sum(value * size for value, size in zip(values, sizes, strict=True)) / total
+        else:
+            value = _REDUCTIONS.get(entry.how, statistics.fmean)(values)
         if entry.is_number or key in local:
-            reduced[key] = _Logged(entry, reduce(values), sum(sizes) if sizes else None)
+            value = next(filter(math.isnan, values), value)
+            reduced[key] = _Logged(entry, value, sum(sizes) if sizes else None)
     return reduced
 
 

@@ -6,7 +6,7 @@ import importlib
 import math
 import pickle
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,6 +23,9 @@ from lightning_hybrid.memory.free import host_memory
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.predict.layout import number_format_of
 from lightning_hybrid.step.standins.tensors import full_shape
+
+if TYPE_CHECKING:
+    from lightning_hybrid.predict.plans import Plan
 
 _PACKAGE = __name__.partition(".strategies.")[0]
 # Share of a device that parameters, gradients and states may take before a plan is looked for; activations need room.
@@ -77,22 +80,26 @@ def device_bytes(strategy: Any) -> float:
     return host_memory() / strategy.num_processes
 
 
-def plan_options(strategy: Any) -> dict[str, Any] | Exception:
+def plan_options(strategy: Any) -> tuple[dict[str, Any] | Exception, Plan | None]:
     """Return the options that "auto" sizes stand for, on the first rank; an error is for `agreed_plan` to raise.
+
+    With them comes the plan; None where there is none.
 
     Where no plan is requested and no layout fits, the run goes on with a warning: predictions are some percent off.
     """
     # It derives a strategy from that of the user, and is above this folder.
     planning = importlib.import_module(f"{_PACKAGE}.planning.auto")
     try:
-        return dict(planning.planned_options(strategy, strategy.lightning_module._trainer))
+        found: tuple[dict[str, Any], Plan | None]
+        found = planning.planned_options(strategy, strategy.lightning_module._trainer)
+        return found
     except PlanError as error:
         if strategy.options.asks_for_plan:
-            return error
+            return error, None
         rank_zero_warn(f"hybrid3d: {error}; the run goes on with what is set, and may run out of memory")
-        return {}
+        return {}, None
     except Exception as error:
-        return error
+        return error, None
 
 
 def agreed_plan(planned: dict[str, Any] | Exception, rank: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid.patching import reduced_as, replace
+from lightning_hybrid.patching import reduced_as, replace, replaced
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.step.module_state.snapshots import ArgumentSnapshot, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import children_of, flatten
@@ -91,7 +91,8 @@ def provide_loaders_once(loop: Any, loaders: Callable[[], Any]) -> None:
 def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tuple[Any, Any]:
     """Return the first batch of a loader, and the loader that the loop is to read: mostly the same one."""
     if not isinstance(loader, DataLoader):
-        return _take_items(loader, 1, device, reads, lambda taken: taken[0])
+        taken, loader = _take_items(loader, 1, device, reads)
+        return (taken[0] if taken else _NOTHING), loader
     inner = _loaders_inside(loader)
     samplers = [sampler for one in inner for sampler in samplers_of(one)]
     owners = [*inner, *samplers]
@@ -114,10 +115,8 @@ def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tupl
         _restore(states)
 
 
-def _take_items(
-    owner: Any, count: int, device: torch.device, reads: ReadRecorder, use: Callable[[list[Any]], Any]
-) -> tuple[Any, Any]:
-    """Return the result for the first items, and the owner to read from then on.
+def _take_items(owner: Any, count: int, device: torch.device, reads: ReadRecorder) -> tuple[list[Any], Any]:
+    """Return the first items, and the owner to read from then on.
 
     An owner that runs the model for its items (an environment played by a policy) has advanced with them, too.
     """
@@ -132,7 +131,7 @@ def _take_items(
         owner = push_back(owner, PushedBackItems(taken, rest, before, GeneratorStates(device)))
     else:
         kept.restore()
-    return (use(taken) if taken else _NOTHING), owner
+    return taken, owner
 
 
 def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
@@ -143,14 +142,11 @@ def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
 
 @contextlib.contextmanager
 def _without_workers(loaders: Sequence[DataLoader[Any]]) -> Iterator[None]:
-    kept = [(loader, loader.num_workers, loader.timeout) for loader in loaders]
-    for loader in loaders:
-        loader.num_workers, loader.timeout = 0, 0
-    try:
+    with contextlib.ExitStack() as stack:
+        for loader in loaders:
+            for name in ("num_workers", "timeout"):
+                stack.enter_context(replaced(loader, name, 0, reason="an example batch is made here"))
         yield
-    finally:
-        for loader, num_workers, timeout in kept:
-            loader.num_workers, loader.timeout = num_workers, timeout
 
 
 def _states_of(owners: list[Any]) -> list[tuple[Any, Any]]:
@@ -176,7 +172,7 @@ def _samples(loader: DataLoader[Any], device: torch.device, reads: ReadRecorder)
             generator=loader.generator
         )  # as an iterator of the loader does first
         count = loader.batch_size or 1
-        return _take_items(dataset, count, device, reads, lambda taken: _as_samples(taken, loader))[0]
+        return _as_samples(_take_items(dataset, count, device, reads)[0], loader)
     kept = ArgumentSnapshot([dataset], longest=_LONGEST)
     try:
         return _rows(loader)

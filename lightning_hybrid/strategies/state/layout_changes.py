@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,33 +11,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import WITHOUT_STAGES, LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.plan import StagePlan
-from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensors import on_host
 from lightning_hybrid.step.standins.tensors import is_absent
-
-
-def full_states(
-    optimizers: list[Optimizer], gather: Callable[[Optimizer], dict[str, Any]], copies: Sequence[Collection[int]]
-) -> list[dict[str, Any]]:
-    """Return the full state dict of each optimizer on every rank, in host memory; collective over the world.
-
-    ``gather`` returns that of one on the first rank of each copy of the model. ``copies`` are the ranks of each copy
-    whose states are its own, the first one first; all together in one where copies have equal states.
-    """
-    states = [map_leaves(on_host, gather(optimizer)) for optimizer in optimizers]
-    rank = dist.get_rank()
-    for ranks in copies:  # one after the other: only one of them is in memory besides that of this rank
-        received = broadcast_object(states, source=min(ranks))
-        if rank in ranks:
-            states = received
-    return states
 
 
 class FullGradients:

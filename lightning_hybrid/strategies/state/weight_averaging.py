@@ -58,9 +58,9 @@ class WeightAverages:
         module: pl.LightningModule,
         plan: StagePlan | None,
         parts: LocalShards,
-        gather: Callable[[nn.Module], dict[str, Any]],
+        owner: Any,
     ) -> None:
-        """Shard the copies as the module is sharded; ``gather`` returns the state dict of a copy to save (collective).
+        """Shard the copies as the module is sharded; the ``owner`` of the run saves them.
 
         Raises:
             ValueError: A copy of a module that was built empty should have got the values of a checkpoint.
@@ -74,7 +74,7 @@ class WeightAverages:
                 copy.to(callback._device or module.device)  # as it does when it begins to average
             drop_absent_in_copy(module, copy)
             parts.shard_parameters(copy)
-            self._shard_copy(callback, module, parts, gather)
+            self._shard_copy(callback, module, parts, owner)
         self._plan, self._parts = plan, parts
 
     def _fill(self, callback: Any, module: nn.Module, copy: nn.Module) -> None:
@@ -91,13 +91,7 @@ class WeightAverages:
                 parameter = value if is_absent(value) else nn.Parameter(value, requires_grad=original.requires_grad)
                 copy.get_submodule(owner)._parameters[member] = parameter  # type: ignore[assignment]
 
-    def _shard_copy(
-        self,
-        callback: Any,
-        module: nn.Module,
-        parts: LocalShards,
-        gather: Callable[[nn.Module], dict[str, Any]],
-    ) -> None:
+    def _shard_copy(self, callback: Any, module: nn.Module, parts: LocalShards, owner: Any) -> None:
         average = callback._average_model
         copy = _module_of(average)
         prefix = "module." if average is not copy else ""
@@ -106,7 +100,8 @@ class WeightAverages:
             with torch._C.DisableTorchFunction():  # a user's class of such a callback may save it in a hook of its own
                 state = nn.Module.state_dict(average)
                 own = {name: value for name, value in state.items() if not name.startswith(prefix)}
-                return {**(own if prefix else {}), **{prefix + name: value for name, value in gather(copy).items()}}
+                full = owner.averaged_state(copy)
+                return {**(own if prefix else {}), **{prefix + name: value for name, value in full.items()}}
 
         def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:
             load_module_state(average, state, parts, strict=strict, prefix=prefix)
@@ -116,12 +111,11 @@ class WeightAverages:
             members["to"] = lambda *_, **__: average
         for name, function in members.items():
             self._undo.callback(replace(average, name, function, reason=_REASON))
-        for owner in (callback, average):
+        for each in (callback, average):
             for name in _STEPS:
-                function = getattr(owner, name, None)
-                if function is not None:
-                    present = _on_present(function, [module, copy, average])
-                    self._undo.callback(replace(owner, name, present, reason=_REASON))
+                if hasattr(each, name):
+                    present = _on_present(getattr(each, name), [module, copy, average])
+                    self._undo.callback(replace(each, name, present, reason=_REASON))
 
     def unshard_parameters(self) -> None:
         """Gather the full copies on every rank; collective over the pipeline."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_hybrid.checkpoint.local import OwnedShards
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.params.reads.hooks import SAVING, HookReads
-from lightning_hybrid.patching import replaced
+from lightning_hybrid.patching import around, replaced
 from lightning_hybrid.strategies.user_code.hooks import is_of_user
 from lightning_hybrid.strategies.user_code.watched import HookWatch
 
@@ -53,17 +53,15 @@ class CheckpointHooks:
             owners.append((trainer.datamodule, "state_dict"))
         why = "hooks save full values"
         for user, name in owners:
-            if is_of_user(original := getattr(user, name)):
-                watched = self._watch.watched(user, name, original)
-                hook = self._wrap_hook(f"{type(user).__name__}.{name}", original, watched)
-                undo.enter_context(replaced(user, name, hook, reason=why))
-        connector = trainer._checkpoint_connector
-        dump = self._wrap_dump(connector.dump_checkpoint)
-        undo.enter_context(replaced(connector, "dump_checkpoint", dump, reason=why))
+            if is_of_user(getattr(user, name)):
+                undo.enter_context(replaced(user, name, self._wrapped_hook(user, name), reason=why))
+        undo.callback(around(trainer._checkpoint_connector, "dump_checkpoint", self._dump, reason=why))
         return undo.close
 
-    def _wrap_hook(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped_hook(self, user: Any, name: str) -> Callable[..., Any]:
         """Wrap a hook to record the leaves that it adds."""
+        original, where = getattr(user, name), f"{type(user).__name__}.{name}"
+        watched = self._watch.watched(user, name, original)
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
@@ -83,27 +81,21 @@ class CheckpointHooks:
 
         return hook
 
-    def _wrap_dump(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap Lightning's ``dump_checkpoint`` so that leaves added by hooks are full tensors."""
-
-        @functools.wraps(original)
-        def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            if not self._watch.is_sharded() or self._added is not None:
-                return original(*args, **kwargs)
-            self._added = {}
-            strategy: Any = self._trainer.strategy
-            states = [optimizer.state for optimizer in strategy.optimizers]
-            try:
-                with self._reads.tracking(states, self._watch.copies()):
-                    checkpoint = original(*args, **kwargs)
-                    if self._is_disconnected:
-                        return checkpoint
-                    with self._reads.hook(SAVING), torch._C.DisableTorchFunction():
-                        return self._full_checkpoint(checkpoint, self._added)
-            finally:
-                self._added = None
-
-        return dump_checkpoint
+    def _dump(self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Call Lightning's ``dump_checkpoint``; return leaves that hooks add as full tensors."""
+        if not self._watch.is_sharded or self._added is not None:
+            return original(*args, **kwargs)
+        self._added = {}
+        states = [optimizer.state for optimizer in self._trainer.strategy.optimizers]
+        try:
+            with self._reads.tracking(states, self._watch.copies):
+                checkpoint = original(*args, **kwargs)
+                if self._is_disconnected:
+                    return checkpoint
+                with self._reads.hook(SAVING), torch._C.DisableTorchFunction():
+                    return self._full_checkpoint(checkpoint, self._added)
+        finally:
+            self._added = None
 
     @property
     def _is_disconnected(self) -> bool:

@@ -132,16 +132,19 @@ def without_later_hooks(optimizers: Iterable[Optimizer], built_with: Collection[
 
 
 def read_in_later_hooks(
-    optimizer: Optimizer, built_with: Collection[int], reads: HookReads, is_sharded: Callable[[], bool]
+    optimizer: Optimizer, built_with: Collection[int], reads: HookReads, state: Any
 ) -> Callable[[], None]:
-    """Let later hooks of the user on an optimizer's steps read full parameters and gradients; return the undo."""
+    """Let later hooks of the user on an optimizer's steps read full parameters and gradients; return the undo.
+
+    ``state`` is that of the module.
+    """
     original, where = optimizer.step, f"a hook on {type(optimizer).__name__}.step"
 
     def is_later(key: int, hook: Any) -> bool:
         return key not in built_with and is_of_user(hook)
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not is_sharded():
+        if state.is_full:
             return original(*args, **kwargs)
         with hidden_hooks(self, is_later) as (before, after):
             args = (self, *args)

@@ -38,7 +38,6 @@ from lightning_hybrid.step.standins.tensors import (
     is_absent,
 )
 from lightning_hybrid.step.tracing.mode import user_line
-from lightning_hybrid.techniques.technique import Active
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100
 _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, numpy.generic)
@@ -66,10 +65,11 @@ class ReadRecorder(TorchFunctionMode):
 class LoaderReads(TorchFunctionMode):
     """Provides full parameters while a batch is fetched; operations that read none of them run unchanged."""
 
-    def __init__(self, module: nn.Module, unpartitioned: UnpartitionedSteps, active: Callable[[], Active]) -> None:
+    def __init__(self, owner: Any, unpartitioned: UnpartitionedSteps) -> None:
+        """Take the owner of the run, which has the techniques that gather shards over replicas."""
         super().__init__()
-        self._unpartitioned, self._active, self._synchronizes = unpartitioned, active, False
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._unpartitioned, self._owner, self._synchronizes = unpartitioned, owner, False
+        self._names = {id(parameter): name for name, parameter in owner.setting.module.named_parameters()}
         self._gathered: StepReads | None = None
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ class LoaderReads(TorchFunctionMode):
         if gathered is not None:
             gathered.end(failed=failed)
         if self._synchronizes and not failed:
-            self._active().free_rank_local_reads()
+            self._owner.run.active.free_rank_local_reads()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, on gathered parameters where it reads some."""
@@ -138,7 +138,7 @@ class LoaderReads(TorchFunctionMode):
                     entry="loader-worker",
                 )
             if is_shard and self._synchronizes:
-                self._active().gather_for_this_rank(leaf)
+                self._owner.run.active.gather_for_this_rank(leaf)
             elif is_shard:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but it is sharded over"
@@ -148,31 +148,22 @@ class LoaderReads(TorchFunctionMode):
                 )
 
 
-def wrap_loaders(
-    trainer: pl.Trainer,
-    module: nn.Module,
-    unpartitioned: UnpartitionedSteps,
-    *,
-    is_sharded: Callable[[], bool],
-    active: Callable[[], Active],
-    synchronizes: Callable[[bool], bool],
-) -> Callable[[], None]:
-    """Let loaders of this trainer read full parameters, and refuse batches with absent tensors; return the undo.
+def wrap_loaders(owner: Any, unpartitioned: UnpartitionedSteps) -> Callable[[], None]:
+    """Let loaders of a run read full parameters, and refuse batches with absent tensors; return the undo.
 
-    ``active`` returns what gathers shards over replicas. ``synchronizes`` returns whether fetches of a loader wait for
-    other replicas, from whether it refers to the module here; collective over the world.
+    ``owner`` is that of the run, whose layout may change.
     """
-    undo = contextlib.ExitStack()
-    reads = LoaderReads(module, unpartitioned, active)
+    undo, trainer = contextlib.ExitStack(), owner.setting.trainer
+    reads = LoaderReads(owner, unpartitioned)
     meeting = weakref.WeakSet[_DataFetcher]()
 
     def served(name: str) -> None:
         def method(original: Callable[[_DataFetcher], Any], fetcher: _DataFetcher) -> Any:
-            if not _is_of(fetcher, trainer) or not is_sharded():
+            if not _is_of(fetcher, trainer) or owner.state.is_full:
                 return original(fetcher)
             if name == "__iter__":
                 meeting.discard(fetcher)
-                if active().groups and synchronizes(refers_to(module, fetcher._combined_loader)):
+                if owner.run.active.groups and _synchronizes(owner.run, fetcher):
                     meeting.add(fetcher)
             with reads.fetching(synchronizes=fetcher in meeting):
                 result = original(fetcher)
@@ -185,6 +176,17 @@ def wrap_loaders(
     served("__iter__")  # asks iterable datasets for their iterators, and starts workers
     served("__next__")
     return undo.close
+
+
+def _synchronizes(run: Any, fetcher: _DataFetcher) -> bool:
+    """Return whether a loader's fetches synchronize with the fetches of other replicas; collective."""
+    world = run.setting.world
+    refers = refers_to(run.setting.module, fetcher._combined_loader)
+    with world.as_launcher():
+        if not run.active.guards_loaders or not world.decide(refers, all_ranks=False):
+            return False
+        run.active.allow_rank_local_reads(run.mesh)
+    return True
 
 
 def _is_of(fetcher: _DataFetcher, trainer: pl.Trainer) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 from lightning_hybrid.optimizers.replacement import STEP_HOOKS, Place, replace_step
 from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
@@ -41,14 +42,17 @@ def reads_of_optimizers(optimizers: Iterable[Optimizer], reads: HookReads) -> di
     return found
 
 
-def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], bool]) -> Callable[[], None]:
-    """Wrap an optimizer's steps in reads, but not the closure, in which the training step runs; return the undo."""
+def watch_step(optimizer: Optimizer, reads: HookReads, state: Any) -> Callable[[], None]:
+    """Wrap an optimizer's steps in reads, but not the closure, in which the training step runs; return the undo.
+
+    ``state`` is that of the module.
+    """
     where = f"{type(optimizer).__name__}.step"
     original = optimizer.step
     known = frozenset(getattr(optimizer, "_optimizer_step_post_hooks", ()))
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not is_sharded():
+        if state.is_full:
             return original(*args, **kwargs)
         with _later_hooks_outside(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
 
@@ -69,17 +73,14 @@ def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], 
     return replace_step(optimizer, step, Place.FULL, reason="reads full parameters")
 
 
-def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Let an optimizer that decides by its closure's losses see their ``average`` over replicas; return the undo.
-
-    ``average`` takes and returns a scalar tensor.
-    """
+def search_by_mean_loss(optimizer: Optimizer, mesh: Mesh) -> Callable[[], None]:
+    """Let an optimizer that decides by its closure's losses see their mean over replicas; return the undo."""
     original = optimizer.step
 
     def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
         def averaged() -> Any:
             loss = closure()
-            return average(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+            return mesh.all_reduce(loss.detach().clone(), "data", op="mean") if isinstance(loss, Tensor) else loss
 
         return original(averaged)
 

@@ -48,19 +48,28 @@ class HookWatch:
 
     Attributes:
         trainer: Its callbacks are wrapped too.
-        latest: Returns the reads of the present layout, which a hook may change by the step that it runs.
-        is_sharded: Whether the module is sharded now.
-        complete: Whether gradients of shared parameters are summed over their ranks now.
-        passes: Called when this rank has done with a hook, before it waits for the others.
-        copies: Averages of the module that callbacks keep.
+        owner: The owner of the run; a hook may change its layout, by the step that it runs.
+        reads: Of the first layout.
     """
 
     trainer: pl.Trainer
-    latest: Callable[[], HookReads]
-    is_sharded: Callable[[], bool]
-    complete: Callable[[], bool]
-    passes: Callable[[], None]
-    copies: Callable[[], Sequence[nn.Module]]
+    owner: Any
+    reads: HookReads
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the module is sharded now."""
+        return not self.owner.state.is_full
+
+    @property
+    def copies(self) -> Sequence[nn.Module]:
+        """Averages of the module that callbacks keep."""
+        copies: Sequence[nn.Module] = self.owner.setting.averages.copies
+        return copies
+
+    def _passes(self) -> None:
+        """Record that this rank has done with a hook, before it waits for the others."""
+        self.owner.setting.world.progress.passes()
 
     def wrap(self) -> Callable[[], None]:
         """Wrap every hook that the user wrote, on these instances alone; return the undo."""
@@ -83,15 +92,16 @@ class HookWatch:
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_sharded():
+            if not self.is_sharded:
                 return original(*args, **kwargs)
             with contextlib.ExitStack() as around, contextlib.ExitStack() as watching:
                 is_watched = False
 
                 def watch(where: str) -> None:
                     nonlocal is_watched
-                    reads = self.latest()
-                    watching.enter_context(reads.hook(where, is_complete=is_complete or self.complete()))
+                    reads = self.owner.run.hook_reads or self.reads
+                    complete = is_complete or self.owner.gradients_are_complete
+                    watching.enter_context(reads.hook(where, is_complete=complete))
                     watching.enter_context(_without_reads_in_lightning(self.trainer, reads))
                     is_watched = True
 
@@ -101,7 +111,7 @@ class HookWatch:
                         nonlocal is_watched
                         if not is_watched:  # inside another one
                             return function(*args, **kwargs)
-                        self.passes()
+                        self._passes()
                         is_watched = False
                         watching.close()
                         result = function(*args, **kwargs)
@@ -120,7 +130,7 @@ class HookWatch:
                     args, kwargs = closures_wrapped(args, kwargs, lambda each: _like(each, unwatched(each)))
                 watch(before)
                 result = original(*args, **kwargs)
-                self.passes()
+                self._passes()
                 return result
 
         return hook

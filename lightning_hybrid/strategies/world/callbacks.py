@@ -45,12 +45,13 @@ class EpochMetrics(RunCallback):
 class FullAtTrainEnd(RunCallback):
     """Makes the module full at the end of training, before hooks of the user read it."""
 
-    def __init__(self, make_full: Callable[[], None]) -> None:
-        self._make_full = make_full
+    def __init__(self, owner: Any) -> None:
+        """Take the owner of the run."""
+        self._owner = owner
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Lightning's hook."""
-        self._make_full()
+        self._owner.make_full()
 
 
 def around_validation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:

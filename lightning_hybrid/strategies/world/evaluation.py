@@ -33,11 +33,9 @@ _RESULTS = "_joint_results"  # attribute of a loop
 _REASON = "each sample is evaluated once"
 
 
-def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bool]) -> Callable[[], None]:
-    """Evaluate every sample once in the trainer's validation and test, for any number of replicas; return the undo.
-
-    ``is_over`` returns whether a rank has failed; then no rank is waited for.
-    """
+def evaluate_each_sample_once(trainer: Any, world: Any) -> Callable[[], None]:
+    """Evaluate every sample once in the trainer's validation and test, for any number of replicas; return the undo."""
+    mesh = world.mesh
     if mesh.size("data") == 1:
         return lambda: None
     connector = trainer._data_connector
@@ -45,7 +43,7 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bo
     # Lightning's advice to evaluate on one device is about samples that are repeated.
     undo.callback(ignore_warnings("Using `DistributedSampler` with the dataloaders.*", reason=_REASON))
     undo.callback(around(connector, "_resolve_sampler", partial(_replica_sampler, undo), reason=_REASON))
-    arrivals = _LoaderProgress(mesh, is_over)
+    arrivals = _LoaderProgress(world)
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         joint = _LoopResults(trainer, loop, mesh, arrivals)
         undo.callback(replace(loop, "_store_dataloader_outputs", joint.store, reason=_REASON))
@@ -231,9 +229,9 @@ class _LoaderProgress:
     No replica waits for it except in a step that is about to communicate with the others.
     """
 
-    def __init__(self, mesh: Mesh, is_over: Callable[[], bool]) -> None:
-        self._mesh, self._is_over = mesh, is_over
-        self._store = store_of_run("evaluated", mesh.rank)
+    def __init__(self, world: Any) -> None:
+        self._mesh, self._is_over = world.mesh, world.any_failed
+        self._store = store_of_run("evaluated", world.mesh.rank)
         self._evaluation = 0
 
     def begin(self) -> None:

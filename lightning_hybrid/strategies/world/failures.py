@@ -39,6 +39,29 @@ _NEVER_SENT = 0x7FFFFFFE
 _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
 
 
+class NoFailures:
+    """The failures of other ranks where there are none, and so nothing to record or to wait for."""
+
+    is_disconnected = False
+    reached = 0, 0
+
+    @property
+    def rendezvous(self) -> NoFailures:
+        """With no other rank."""
+        return self
+
+    def report(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    passes = has_recorded = meet = catch_up = report
+
+    def any_reported(self) -> bool:
+        """No."""
+        return False
+
+    fails_alone = any_reported
+
+
 class RankFailures(RunCallback):
     """Failures of several ranks; runs before the user's callbacks, which may wait for ranks that this one wakes.
 
@@ -55,8 +78,8 @@ class RankFailures(RunCallback):
         self._reported = False
         self._leave = self.enter(trainer)
         self._requeue = SlurmRequeue(trainer, self._store)
-        self.rendezvous = Rendezvous(trainer, mesh, self._store, timeout, self.any_reported)
-        self._stopping = GracefulStop(trainer, mesh, self._store, timeout, self.any_reported)
+        self.rendezvous = Rendezvous(trainer, mesh, self._store, timeout, self)
+        self._stopping = GracefulStop(trainer, mesh, self._store, timeout, self)
 
     def stop_watching(self) -> None:
         """Undo the changes to the trainer."""
@@ -199,13 +222,12 @@ _SECONDS_UNTIL_TOLD = 10.0
 class Rendezvous:
     """Progress of this rank in a run, and of the others.
 
-    ``timeout`` is for ranks that do not come; ``is_over`` returns whether a rank has failed: then none is waited for.
+    ``timeout`` is for ranks that do not come; none is waited for after one of the ``failures``.
     """
 
-    def __init__(
-        self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, is_over: Callable[[], bool]
-    ) -> None:
-        self._trainer, self._mesh, self._store, self._timeout, self._is_over = trainer, mesh, store, timeout, is_over
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, failures: RankFailures) -> None:
+        self._trainer, self._mesh, self._store, self._timeout = trainer, mesh, store, timeout
+        self._is_over = failures.any_reported
         self._passed = self._trained = self._recorded = 0
         self._met, self._checksums = Counter[str](), Counter[str]()  # calls so far, by their ranks
 
@@ -249,9 +271,14 @@ class Rendezvous:
         name = f"recorded-{rank}"
         return tuple(map(int, self._store.get(name).split())) if self._store.check([name]) else (0, 0)
 
-    def catch_up(self, largest: Callable[[float], float]) -> None:
-        """Record the same progress on all ranks: some were stopped earlier than others; ``largest`` is over ranks."""
-        self._passed, self._trained = int(largest(self._passed)), int(largest(self._trained))
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The collectives that this rank has gone on to, of all runs and of training."""
+        return self._passed, self._trained
+
+    def catch_up(self, passed: int, trained: int) -> None:
+        """Record the progress that is furthest on any rank: some were stopped earlier than others."""
+        self._passed, self._trained = passed, trained
 
     def meet(self, what: str, ranks: Sequence[int] | None = None, *, compares: bool = True, asks: bool = True) -> None:
         """Wait until ranks (None: all) are here, to make the call ``what``, or one has failed.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _distributed_is_initialized,
@@ -59,7 +59,7 @@ class RankedStrategy(ParallelStrategy):
     _may_plan = True  # sizes that are "auto"
 
     def __init__(self, options: Options, **lightning: Any) -> None:
-        self.options = options
+        self.options = self._requested = options
         super().__init__(**lightning)
         self.num_nodes = 1
         self._requested_recompute: Recompute | None = None  # by a callback
@@ -177,7 +177,7 @@ class RankedStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether samplers must be split: with one replica the user's order of samples stays."""
-        return self.layout.data_parallel_size > 1 and not is_check_of_batch_size_search()
+        return not is_check_of_batch_size_search() and self.layout.data_parallel_size > 1
 
     @property
     def global_rank(self) -> int:
@@ -203,11 +203,16 @@ class RankedStrategy(ParallelStrategy):
     def _launcher_rank(self) -> int:
         if self._world is not None:  # environments may read RANK, which is another one while user code runs
             return self._world.mesh.rank
-        return self.cluster_environment.global_rank() if self._has_ranks else 0  # type: ignore[union-attr]
+        return self._environment.global_rank() if self._has_ranks else 0
 
     @property
     def _num_ranks(self) -> int:
-        return self.cluster_environment.world_size() if self._has_ranks else 1  # type: ignore[union-attr]
+        return self._environment.world_size() if self._has_ranks else 1
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        assert self.cluster_environment is not None  # once a Trainer has this strategy
+        return self.cluster_environment
 
     @property
     def _has_ranks(self) -> bool:
@@ -226,11 +231,10 @@ class RankedStrategy(ParallelStrategy):
     # -- processes ----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         if self.options.start_method != "popen":
             self._launcher = ForkedRanksLauncher(self, start_method=self.options.start_method)
-        elif not self._is_one_process and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        elif not self._is_one_process and not self._environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Set this rank in an environment that has no ranks of its own; the Trainer calls this when it is made.
@@ -240,10 +244,9 @@ class RankedStrategy(ParallelStrategy):
         """
         if self._is_one_process:
             return
-        assert self.cluster_environment is not None
         try:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self._environment.set_world_size(self.num_nodes * self.num_processes)
             rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         except KeyError as error:
             raise RuntimeError(
@@ -260,8 +263,7 @@ class RankedStrategy(ParallelStrategy):
         if requested == "gloo" and self.root_device.type == "cuda":
             raise ValueError(f"process_group_backend='gloo': gloo sends no tensor on {self.root_device}; leave it out")
         super().setup_environment()
-        assert self.cluster_environment is not None
-        if isinstance(self.cluster_environment, LightningEnvironment) and not self._is_one_process:
+        if isinstance(self._environment, LightningEnvironment) and not self._is_one_process:
             # Lightning's launcher divides the cores on the first rank alone; each other rank would take them all.
             _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
@@ -269,7 +271,9 @@ class RankedStrategy(ParallelStrategy):
         may_plan = self._may_plan and self.options.may_be_planned
         is_planned = may_plan and needs_plan(self)
         # One process plans, which has no process groups; the others wait for it where they meet.
-        planned = plan_options(self) if is_planned and rank == 0 else {}
+        planned: dict[str, Any] | Exception = {}
+        if is_planned and rank == 0:
+            planned, self.predicted_plan = plan_options(self)
         self._backend = backend = requested or _get_default_process_group_backend_for_device(self.root_device)
         # See [Note: groups bound to a device].
         in_stages = is_planned or self._resolve_layout().pipeline_parallel_size > 1
@@ -278,15 +282,16 @@ class RankedStrategy(ParallelStrategy):
         if self._is_one_process and not _distributed_is_initialized():
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
-        _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
-        if in_stages and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        _init_dist_connection(self._environment, backend, timeout=timeout, device_id=device_id)
+        if may_plan and (agreed := agreed_plan(planned, rank)):
+            self.options = self.options.with_planned(agreed)
+        layout = self._resolve_layout()
+        if layout.pipeline_parallel_size > 1 and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
             raise ValueError(
                 "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have separate channels, but"
-                " init_process_group was called with device_id=...; leave device_id out, or let the Trainer call it"
+                " init_process_group was called with device_id=..., by you or by an earlier fit without stages; leave"
+                " device_id out, or begin this fit in a process of its own"
             )
-        if may_plan:
-            self._adopt_plan(agreed_plan(planned, rank))
-        layout = self._resolve_layout()
         # Groups that are still there when the interpreter collects its garbage can keep the process from ending;
         # Lightning sees to that for NCCL alone.
         atexit.unregister(_destroy_dist_connection)
@@ -305,11 +310,6 @@ class RankedStrategy(ParallelStrategy):
         if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
             self._world.connect(module._trainer, module)
 
-    def _adopt_plan(self, planned: dict[str, Any]) -> None:
-        """Take the options that the first rank has planned."""
-        if planned:
-            self.options = self.options.with_planned(planned)
-
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks."""
         super().on_exception(exception)
@@ -323,8 +323,8 @@ class RankedStrategy(ParallelStrategy):
         if moves_module:
             super().teardown()
             return
-        assert self.cluster_environment is not None and self.accelerator is not None
-        for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+        assert self.accelerator is not None
+        for plugin in (self._environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             plugin.teardown()
 
     def process_dataloader(self, dataloader: object) -> object:

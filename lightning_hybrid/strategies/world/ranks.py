@@ -23,7 +23,7 @@ from lightning_hybrid.pipeline.metrics import count_replicas_once, gather_over_r
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.evaluation import evaluate_each_sample_once
-from lightning_hybrid.strategies.world.failures import RankFailures
+from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures, Rendezvous
 from lightning_hybrid.strategies.world.user_world import ReplicaWorld, published
 
 
@@ -59,7 +59,7 @@ class RankWorld:
         self.num_processes, self.num_nodes = num_processes, num_nodes
         self.data_rank = layout.data_rank(mesh.rank)
         self._user_world = ReplicaWorld(mesh)
-        self._failures: RankFailures | None = None
+        self._failures: RankFailures | NoFailures = NoFailures()
         self._in_step = False
         self._until_failure = contextlib.ExitStack()
         self._until_failure.callback(self._user_world.restore_loaders)
@@ -72,15 +72,15 @@ class RankWorld:
             if (name_in_errors := getattr(layer, "name_in_errors", None)) is not None:  # an MoE layer
                 name_in_errors(fqn)
         self._until_failure.callback(self._user_world.wrap_hooks(trainer))
-        self.until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))
+        self.until_end.callback(evaluate_each_sample_once(trainer, self))
         if self.layout.world_size > 1:
             self.until_end.callback(_allow_skipped_steps(trainer))
 
     def watch_failures(self, trainer: pl.Trainer) -> None:
         """Watch for ranks that fail, from now on."""
         if self.layout.world_size > 1:
-            self._failures = RankFailures(trainer, self.mesh, self.timeout)
-            self.until_end.callback(self._failures.stop_watching)
+            self._failures = failures = RankFailures(trainer, self.mesh, self.timeout)
+            self.until_end.callback(failures.stop_watching)
             self.until_end.callback(EpochMetrics().enter(trainer))
             how = self.mesh.group("data"), self.rendezvous, self.as_launcher
             self.until_end.callback(gather_over_replicas(trainer.lightning_module, *how))
@@ -130,45 +130,29 @@ class RankWorld:
     @property
     def is_disconnected(self) -> bool:
         """Whether this rank has closed its connections after a failure."""
-        return self._failures is not None and self._failures.is_disconnected
+        return self._failures.is_disconnected
 
     def any_failed(self) -> bool:
         """Whether a rank of this run is known to have failed."""
-        return self._failures is not None and self._failures.any_reported()
+        return self._failures.any_reported()
 
     def report(self, exception: BaseException) -> None:
         """Report to the other ranks that this one has failed."""
         self._until_failure.close()
-        if self._failures is not None:
-            self._failures.report(exception)
+        self._failures.report(exception)
 
-    def passes(self) -> None:
-        """Record that this rank goes on to a collective that other ranks join."""
-        if self._failures is not None:
-            self._failures.rendezvous.passes()
-
-    def catch_up(self, largest: Callable[[float], float]) -> None:
-        """Record the same progress on all ranks, where they have stopped together; ``largest`` is over ranks."""
-        if self._failures is not None:
-            self._failures.rendezvous.catch_up(largest)
+    @property
+    def progress(self) -> Rendezvous | NoFailures:
+        """What this rank has done in the run, and waits for others to do."""
+        return self._failures.rendezvous
 
     def rendezvous(
         self, what: str, group: dist.ProcessGroup | None = None, *, compares: bool = True, asks: bool = True
     ) -> None:
         """Wait until the ranks of a group (None: all) are about to make the call ``what``; as ``Rendezvous.meet``."""
-        failures = self._failures
-        if failures is not None and not self.is_disconnected:
+        if not self.is_disconnected:
             ranks = None if group is None else dist.get_process_group_ranks(group)
-            failures.rendezvous.meet(what, ranks, compares=compares, asks=asks)
-
-    def has_recorded(self) -> None:
-        """Record that this rank could record a step."""
-        if self._failures is not None:
-            self._failures.rendezvous.has_recorded()
-
-    def fails_alone(self) -> bool:
-        """Whether a step that cannot be recorded here can be on another rank of this replica; waits for these."""
-        return self._failures is not None and self._failures.rendezvous.fails_alone()
+            self.progress.meet(what, ranks, compares=compares, asks=asks)
 
     # -- collectives of user code -------------------------------------------------------------------------------------
 

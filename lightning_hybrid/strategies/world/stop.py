@@ -28,14 +28,12 @@ log = logging.getLogger(pl.__name__)
 class GracefulStop:
     """Agreement of the ranks on a stop, through the store by which they met: it works where collectives do not.
 
-    ``timeout`` is for ranks that do not come to a stop point; ``is_over`` returns whether a rank has failed.
+    ``timeout`` is for ranks that do not come to a stop point; none is waited for after one of the ``failures``.
     """
 
-    def __init__(
-        self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, is_over: Callable[[], bool]
-    ) -> None:
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, failures: Any) -> None:
         self._trainer, self._mesh, self._store = trainer, mesh, store
-        self._timeout, self._is_over = timeout, is_over
+        self._timeout, self._is_over = timeout, failures.any_reported
         self._batches = self._stop_points = self._interrupts = 0
         self._is_signalled = False
         self._signal_due: int | None = None

@@ -106,7 +106,7 @@ class ReplicaWorld:
             return
         own = type(loader)
         if own not in self._loader_classes:
-            self._loader_classes[own] = _visible_class(own, self.visible)
+            self._loader_classes[own] = _visible_class(own, self)
         visible = self._loader_classes[own]
         self._loaders.callback(switch_class(loader, visible, reason="datasets see their replicas"))
 
@@ -115,22 +115,22 @@ class ReplicaWorld:
         self._loaders.close()
 
 
-def _visible_class(own: Any, visible: Callable[[], AbstractContextManager[None]]) -> type:
+def _visible_class(own: Any, world: ReplicaWorld) -> type:
     """Make a class of loaders whose datasets see the user's world; copies and pickles are of the user's class.
 
     Python asks the class of an object for its length, and Lightning asks loaders in many places.
     """
 
     def length(loader: Any) -> int:
-        with visible():
+        with world.visible():
             return int(own.__len__(loader))
 
     def get_iterator(loader: Any) -> Any:
-        with visible():  # workers are started here, and keep it
+        with world.visible():  # workers are started here, and keep it
             iterator = own._get_iterator(loader)
         for name in ("_next_data", "_reset"):  # workers that stay begin the next epoch with the second
             if hasattr(iterator, name):
-                setattr(iterator, name, _bound_method(name, iterator, visible))
+                setattr(iterator, name, _bound_method(name, iterator, world))
         return iterator
 
     members = {"__len__": length, "_get_iterator": get_iterator, "__reduce_ex__": reduced_as(own)}
@@ -138,13 +138,13 @@ def _visible_class(own: Any, visible: Callable[[], AbstractContextManager[None]]
     return type(own)(own.__name__, (own,), {**names, **members})
 
 
-def _bound_method(name: str, iterator: Any, visible: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+def _bound_method(name: str, iterator: Any, world: ReplicaWorld) -> Callable[..., Any]:
     """Wrap a method of an iterator to run in the user's world."""
     method, this = getattr(type(iterator), name), weakref.ref(iterator)
 
     # An iterator that holds itself would keep its workers until it is collected as garbage.
     def call_in_user_world(*args: Any, **kwargs: Any) -> Any:
-        with visible():
+        with world.visible():
             return method(this(), *args, **kwargs)
 
     return call_in_user_world

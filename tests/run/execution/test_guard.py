@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def guarded(mesh, any_failed=lambda: False, timeout=TIMEOUT):
-    return MemoryGuard(mesh, timeout, any_failed)
+    return MemoryGuard(SimpleNamespace(mesh=mesh, timeout=timeout, any_failed=any_failed))
 
 
 def all_reduce(mesh):
@@ -128,7 +129,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
 
 
 def test_one_process():
-    guard = MemoryGuard(_OneRank(), TIMEOUT, lambda: False)
+    guard = guarded(_OneRank())
     assert guard.run(lambda: 5) == 5
     with pytest.raises(RankOutOfMemory, match="CUDA out of memory"):
         guard.run(lambda: (_ for _ in ()).throw(RuntimeError("CUDA out of memory.")))
