@@ -169,7 +169,7 @@ class LogCapture:
             for key, one in keyed(self.runs.get(index, ())):
                 if key not in entries:
                     values, guesses = [math.nan] * self._count, [math.nan] * self._count
-                    none = {"sizes": [None] * self._count, "is_logged": [False] * self._count}
+                    none: dict[str, Any] = {"sizes": [None] * self._count, "is_logged": [False] * self._count}
                     entries[key] = replace(one, values=values, guesses=guesses, **none)
                 entry = entries[key]
                 entry.kwargs, entry.value, entry.origin = one.kwargs, one.value, one.origin
