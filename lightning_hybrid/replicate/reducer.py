@@ -294,14 +294,16 @@ class GradientReducer:
             self._show_averages([parameter])
 
     def _show_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters if self._observer is not None else ():
-            if parameter.grad is not None:
-                self._observer.before_average(parameter, parameter.grad)
+        if self._observer is not None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self._observer.before_average(parameter, parameter.grad)
 
     def _show_averages(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters if self._observer is not None else ():
-            if parameter.grad is not None:
-                self._observer.after_average(parameter, parameter.grad)
+        if self._observer is not None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self._observer.after_average(parameter, parameter.grad)
 
     # --- agreeing ----------------------------------------------------------------------------------------------------
 
