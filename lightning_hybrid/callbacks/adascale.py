@@ -65,13 +65,13 @@ class GradientNoise(Callback):
     # --- single gradients --------------------------------------------------------------------------------------------
 
     def before_average(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Records the squared norm of what this rank's latest batch has added to a gradient."""
+        """Records what this rank's latest batch has added to a gradient, in the parameter's full shape."""
         gradient, earlier = _dense(gradient), self._before.pop(id(parameter), None)
         added = gradient if earlier is None else gradient - earlier
         self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(added)
 
     def after_average(self, parameter: Tensor, average: Tensor) -> None:
-        """Records the gradient that the step will use if no batches follow; with ZeRO, this rank's shard of it."""
+        """Records the gradient that the step will use if no batches follow, in the full or the shard's shape."""
         self._total[id(parameter)] = _square(_dense(average))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
