@@ -11,7 +11,7 @@ pipeline stages, and needs a gradient for every parameter; so the estimate is ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import torch
