@@ -11,12 +11,12 @@ pipeline stages, and needs a gradient for every parameter; so the estimate is ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
@@ -58,65 +58,39 @@ class GradientNoise(Callback):
     ) -> None:
         """Connects the ranks, and the ids of the parameters that this rank counts before and after averages.
 
-        With ``each_batch`` gradients are sharded over replicas (ZeRO): `before_reduce` and `after_reduce` see each.
+        With ``each_batch`` gradients are sharded over replicas (ZeRO): they are averaged after each batch.
         """
         self._mesh, self._each_batch, self._owned = mesh, each_batch, owned_parameters
 
     # --- single gradients --------------------------------------------------------------------------------------------
 
-    def before_average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Records the local gradients of the last batch of this rank."""
-        self._has_last = True
-        self._record_batch(parameters, is_last=True)
+    def before_average(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Records what this rank's latest batch has added to a gradient, in the parameter's full shape."""
+        gradient, earlier = _dense(gradient), self._before.pop(id(parameter), None)
+        added = gradient if earlier is None else gradient - earlier
+        self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(added)
 
-    def after_average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Records the gradient that the step will use."""
-        self._record_total(parameters)
-
-    def before_reduce(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Records a batch's local gradient, of the parameter's full shape, before it is reduce-scattered."""
-        self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(_dense(gradient))
-
-    def after_reduce(self, parameter: nn.Parameter, part: Tensor) -> None:
-        """Records this rank's shard, of any shape, of the gradient that the step will use if no batches follow."""
-        self._total[id(parameter)] = _square(_dense(part))
+    def after_average(self, parameter: Tensor, average: Tensor) -> None:
+        """Records the gradient that the step will use if no batches follow, in the full or the shard's shape."""
+        self._total[id(parameter)] = _square(_dense(average))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the batch that was just accumulated."""
-        if self._each_batch:
-            self._num_batches += 1
-            return
-        is_last = not trainer.fit_loop._should_accumulate()
-        if is_last and self._data_parallel_size > 1:
-            return  # the reducer passes it to before_average and after_average
         self._num_batches += 1
-        parameters = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
-        self._record_batch(parameters, is_last=is_last)
-        if is_last:
-            self._record_total(parameters)
-
-    def _record_batch(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> None:
-        """Records the squared norm of what a batch has added to the accumulated gradients."""
-        for parameter in parameters:
-            gradient = _values(parameter)
-            if gradient is None:
+        is_last = not trainer.fit_loop._should_accumulate()
+        if self._each_batch or (is_last and self._data_parallel_size > 1):
+            return  # the reducer passes it to before_average and after_average
+        for parameter in (p for group in trainer.optimizers[0].param_groups for p in group["params"]):
+            if parameter.grad is None:
                 continue
-            before = self._before.pop(id(parameter), None)
-            self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(
-                gradient if before is None else gradient - before
-            )
-            if not is_last:
-                self._before[id(parameter)] = gradient.clone()
-
-    def _record_total(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            gradient = _values(parameter)
-            if gradient is not None:
-                self._total[id(parameter)] = _square(gradient)
+            self.before_average(parameter, parameter.grad)
+            if is_last:
+                self.after_average(parameter, parameter.grad)
+            else:
+                self._before[id(parameter)] = _dense(parameter.grad).clone()
 
     def _reset(self) -> None:
         self._num_batches = 0
-        self._has_last = False
         self._before: dict[int, Tensor] = {}
         self._local: dict[int, Any] = {}
         self._total: dict[int, Tensor] = {}
@@ -152,8 +126,7 @@ class GradientNoise(Callback):
         # The gradients were recorded after the backward: times the loss scale, over accumulate_grad_batches.
         unscale = trainer.accumulate_grad_batches / (1.0 if scaler is None else scaler.get_scale())
         squares = self._squares(optimizer) * unscale**2
-        # An epoch may end in the middle of an accumulation.
-        num_batches = self._num_batches + self._has_last
+        num_batches = self._num_batches  # an epoch may end in the middle of an accumulation
         batches = num_batches * self._data_parallel_size
         self._reset()
         if not squares.isfinite().all():
@@ -268,10 +241,6 @@ class AdaScale(GradientNoise):
 def _gain(square: float, variance: float, scale: float) -> float:
     """Returns the gain for a batch `scale` times as large, whose variance before averaging is `scale * variance`."""
     return (scale * variance + square) / (variance + square)
-
-
-def _values(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else _dense(parameter.grad)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -87,6 +87,9 @@ class _EvenCounts:
     ignored: frozenset[int]
 
 
+# Of 46 modules of the conformance suite two have such means in 4 microbatches (MultiHorizon, DeepLab). It stays beside
+# the measured weights since these run the batch on one rank: a language model with ignored labels that fits no rank
+# would not be split.
 class LossMeanWeights:
     """Computes and caches the weights of recorded means, for the steps of one module.
 

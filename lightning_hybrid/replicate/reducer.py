@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,20 +28,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.replicate.bucket import GradientBucket
-from lightning_hybrid.step.objects.tensors import GradientHook
+from lightning_hybrid.step.objects.tensors import GradientHook, GradientObserver
 
 if TYPE_CHECKING:
     from lightning_hybrid.slow_links.average import CompressedAverage
-
-
-class GradientObserver(Protocol):
-    """Receives gradients before and after they are averaged; each parameter once per step on either side."""
-
-    def before_average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Receives parameters whose `grad` is this rank's final local gradient; None where it has none."""
-
-    def after_average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Receives parameters whose `grad` is the average; None where no rank has one."""
 
 
 class GradientReducer:
@@ -195,9 +185,8 @@ class GradientReducer:
                 self._launch_next()
             sparse |= self._wait_for(added)[1]
         self._average_sparse(sparse)
-        if self._observer is not None:
-            for bucket in self._buckets:
-                self._observer.after_average([self._parameters[i] for i in bucket.indices if i not in sparse])
+        for bucket in self._buckets:
+            self._show_averages(self._parameters[i] for i in bucket.indices if i not in sparse)
         if sparse:
             # Parameters of a bucket had sparse gradients; from now on they are averaged by themselves.
             self._sparse = sorted({*self._sparse, *sparse})
@@ -253,8 +242,7 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if self._observer is not None:
-            self._observer.before_average(bucket.parameters)
+        self._show_gradients(bucket.parameters)
         names = [self._names[index] for index in bucket.indices]
         bucket.launch(self._group, names, self.average, has_unbucketed=self._has_unbucketed)
         if self._on_averages is not None and self.average is None:
@@ -292,8 +280,8 @@ class GradientReducer:
     def _average_sparse(self, found: dict[int, Tensor]) -> None:
         for index in sorted({*self._sparse, *found}):
             parameter, dense = self._parameters[index], found.get(index)
-            if self._observer is not None and dense is None:
-                self._observer.before_average([parameter])
+            if dense is None:
+                self._show_gradients([parameter])
             # In the step in which it is found, a dense gradient of this rank is in the bucket's average already.
             gradient = parameter.grad
             if dense is not None and gradient is not None and not gradient.is_sparse:
@@ -303,8 +291,19 @@ class GradientReducer:
                 assert average is not None
                 average = (average + dense.to(parameter.dtype).to_sparse(1)).coalesce()
             parameter.grad = average
-            if self._observer is not None:
-                self._observer.after_average([parameter])
+            self._show_averages([parameter])
+
+    def _show_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._observer is not None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self._observer.before_average(parameter, parameter.grad)
+
+    def _show_averages(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._observer is not None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self._observer.after_average(parameter, parameter.grad)
 
     # --- agreeing ----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, g
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.slow_links.average import CompressedAverage
-from lightning_hybrid.zero.messages import GradientMessages, GradientObserver
+from lightning_hybrid.step.objects.tensors import GradientObserver
+from lightning_hybrid.zero.messages import GradientMessages
 from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
 from lightning_hybrid.zero.storage import StorageDevices, StoredShards
 
@@ -385,7 +386,7 @@ class ParameterGroup:
                 gradient, self._gradients[name] = self._unused.pop(name), None
             if gradient is not None:
                 if self._observer is not None:
-                    self._observer.before_reduce(parameter, gradient)
+                    self._observer.before_average(parameter, gradient)
                 self.messages.write(name, gradient)
         self.messages.launch()
 
@@ -427,7 +428,7 @@ class ParameterGroup:
             before = self._gradients.get(name)
             new = self._gradients[name] = new.clone() if before is None else before + new
             if self._observer is not None:
-                self._observer.after_reduce(self.parameters[name], new)
+                self._observer.after_average(self.parameters[name], new)
         if self._on_averages is not None:
             self._on_averages(self)
 

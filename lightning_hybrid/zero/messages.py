@@ -9,27 +9,17 @@ each row that a rank has: to an optimizer a missing row is not a zero one.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
 
 # torch 2.13 gave the collectives on single tensors new names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class GradientObserver(Protocol):
-    """Observer of gradients before and after they are reduced over replicas."""
-
-    def before_reduce(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Called with the full gradient of this rank's batch, of the parameter's full shape."""
-
-    def after_reduce(self, parameter: nn.Parameter, shard: Tensor) -> None:
-        """Called with the average, of the local shard's shape, with what earlier batches have accumulated."""
 
 
 class GradientMessages:

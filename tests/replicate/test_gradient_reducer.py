@@ -292,16 +292,15 @@ class Log:
     def __init__(self):
         self.before, self.after = {}, {}
 
-    def before_average(self, parameters):
-        self._note(self.before, parameters)
+    def before_average(self, parameter, gradient):
+        self._note(self.before, parameter, gradient)
 
-    def after_average(self, parameters):
-        self._note(self.after, parameters)
+    def after_average(self, parameter, average):
+        self._note(self.after, parameter, average)
 
-    def _note(self, log, parameters):
-        for p in parameters:
-            assert id(p) not in log
-            log[id(p)] = None if p.grad is None else p.grad.clone().to_dense()
+    def _note(self, log, parameter, gradient):
+        assert id(parameter) not in log
+        log[id(parameter)] = gradient.clone().to_dense()
 
 
 @two_ranks
@@ -315,7 +314,7 @@ def test_observer_sees_gradients_before_and_after():
         backward(model, range(6))
         reducer.finish()
         for name, p in model.named_parameters():
-            expected = mean_over_ranks(log.before[id(p)], p.detach()) if id(p) in log.before else None
+            expected = mean_over_ranks(log.before.get(id(p)), p.detach())
             assert (expected is None and p.grad is None) or torch.equal(p.grad, expected), name
             assert p.grad is None or torch.equal(p.grad, log.after[id(p)]), name
         model.layers[3].requires_grad_(True)
@@ -333,7 +332,7 @@ def test_observer_sees_sparse_gradients_once():
         reducer.finish()
         for name, p in model.named_parameters():
             assert torch.equal(p.grad.to_dense(), log.after[id(p)]), name
-            assert torch.equal(p.grad.to_dense(), mean_over_ranks(log.before[id(p)], p.detach())), name
+            assert torch.equal(p.grad.to_dense(), mean_over_ranks(log.before.get(id(p)), p.detach())), name
         model.zero_grad()
 
 

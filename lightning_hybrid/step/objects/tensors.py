@@ -6,7 +6,7 @@ A user's subclass may be plain memory with further attributes. Tensor subclasses
 A quantized optimizer state of torchao is one tensor outside, and codes, scales and a table inside. A checkpoint of
 plain tensors stores a dict in its place, from which the same object is rebuilt.
 
-Gradient hooks with a flag that tells whether a call would do nothing.
+Gradient hooks with a flag that tells whether a call would do nothing; observers of averages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +152,16 @@ def _class_of(name: str, trusts: bool) -> Any:
         " torch.serialization.add_safe_globals",
         entry="tensor-class",
     )
+
+
+class GradientObserver(Protocol):
+    """Sees gradients before and after they are averaged over replicas, once for each message on either side."""
+
+    def before_average(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Called with this rank's full gradient, in the parameter's full shape; with ZeRO, of its latest batch."""
+
+    def after_average(self, parameter: Tensor, average: Tensor) -> None:
+        """Called with what this rank keeps of the average, and of those of earlier batches."""
 
 
 class GradientHook:
