@@ -11,8 +11,7 @@ from pathlib import Path
 
 from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
 from lightning_hybrid.predict.hardware import BandwidthCurve, Hardware, load_hardware
-from lightning_hybrid.predict.layout import number_format_of
-from lightning_hybrid.predict.options import spelled
+from lightning_hybrid.predict.layout import number_format_of, spelled
 from lightning_hybrid.predict.report import PlannedRun, why
 from lightning_hybrid.predict.search import cluster_of, search_layouts
 from lightning_hybrid.text import sized, timed

@@ -45,6 +45,7 @@ FLATTENED: Mapping[str, tuple[str, ...]] = {
     "parts": ("dp_shard", "tp"),
     "world": AXES,
 }
+ROUTED = ("ep", "ep_shard", "ep_outer", "ep_replicate")  # axes of experts, where ranks share these
 
 Reduction = Literal["sum", "mean", "max", "min"]
 

@@ -33,9 +33,8 @@ from lightning_hybrid.memory.amounts import parse_budget
 from lightning_hybrid.predict.costs.transformer import costs_from_config
 from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
 from lightning_hybrid.predict.html import html_report
-from lightning_hybrid.predict.layout import number_format_of
+from lightning_hybrid.predict.layout import check_options, fixed_fields, layout_from_options, number_format_of
 from lightning_hybrid.predict.measured import corrected_by
-from lightning_hybrid.predict.options import check_options, fixed_fields, layout_from_options
 from lightning_hybrid.predict.plans import OBJECTIVES, Plan
 from lightning_hybrid.predict.report import PlannedRun, explained_layout, plans_table
 from lightning_hybrid.predict.search import check_cluster, cluster_of, predict_plan, search_layouts

@@ -26,9 +26,8 @@ from lightning_hybrid.planning.costs import (
 )
 from lightning_hybrid.predict.costs.module import PROOF, ROUTING_PROOF, costs_from_parameters
 from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
-from lightning_hybrid.predict.layout import PlanLayout, number_format_of
+from lightning_hybrid.predict.layout import PlanLayout, fixed_fields, number_format_of, strategy_options
 from lightning_hybrid.predict.measured import corrected
-from lightning_hybrid.predict.options import fixed_fields, strategy_options
 from lightning_hybrid.predict.plans import Plan, SearchResult
 from lightning_hybrid.predict.report import PlannedRun, ranked_lines
 from lightning_hybrid.predict.search import cluster_of, predict_plan, search_layouts

@@ -12,9 +12,7 @@ from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.hardware import Hardware
-from lightning_hybrid.predict.layout import PlanLayout
-from lightning_hybrid.predict.options import offloaded_beside
-from lightning_hybrid.predict.plans import Allowed
+from lightning_hybrid.predict.layout import Allowed, PlanLayout, offloaded_beside
 
 Value = TypeVar("Value")
 _MICROBATCH_SIZES, _MOST_MICROBATCHES = 6, 512  # sizes that are all tried, and then each of twice the last
@@ -122,6 +120,14 @@ class Candidates:
         routes = self.costs.routes if self.allowed.expert else 0
         sizes = [size for size in range(1, routes + 1) if routes % size == room % size == 0]
         return self._unless_fixed("expert", sizes or [1])
+
+    @property
+    def why_no_routed_ranks(self) -> str:
+        """Why no ranks share experts."""
+        if self.costs.routes:
+            return f"{self.costs.routes} experts and the replicas have no common divisor"
+        unknown = "the step was not recorded, so that its experts are not known; fix their ranks"
+        return "the model has no experts" if self.costs.is_traced else unknown
 
     def _frugal(self, pipeline: int, data: int, tensor: int, context: int, expert: int) -> PlanLayout:
         """Return the layout of a mesh that is expected to take the least memory, without offload."""

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_hybrid.predict.candidates import Candidates
-from lightning_hybrid.predict.layout import RECOMPUTED, PlanLayout
-from lightning_hybrid.predict.options import spelled
+from lightning_hybrid.predict.layout import RECOMPUTED, PlanLayout, spelled
 from lightning_hybrid.predict.plans import TIE, Plan, PredictedTime, Rejection, simplest_of_tied
 from lightning_hybrid.text import sized, timed
 
@@ -72,14 +71,8 @@ def _no_context(candidates: Candidates) -> str:
     return f"no number of ranks divides {positions} positions and {candidates.ranks} devices"
 
 
-def _no_experts(candidates: Candidates) -> str:
-    if reason := _ruled_out(candidates, "expert"):
-        return reason
-    costs = candidates.costs
-    if costs.routes:
-        return f"{costs.routes} experts and the replicas have no common divisor"
-    unknown = "the step was not recorded, so that its experts are not known; fix their ranks"
-    return "the model has no experts" if costs.is_traced else unknown
+def _no_routed(candidates: Candidates) -> str:
+    return _ruled_out(candidates, "expert") or candidates.why_no_routed_ranks
 
 
 def _with(field: str, value: Any, layout: PlanLayout) -> bool:
@@ -102,7 +95,7 @@ def _families(node: int) -> list[Family]:
         Family("pipeline ranks", lambda plan: plan.pipeline > 1, _no_pipeline),
         Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline),
         Family("context ranks", lambda plan: plan.context > 1, _no_context),
-        Family("expert ranks", lambda plan: plan.routed_ranks > 1, _no_experts),
+        Family("expert ranks", lambda plan: plan.routed_ranks > 1, _no_routed),
         *(Family(name, partial(_with, *kind), field=kind[0]) for name, kind in kinds.items()),
         Family("offload to the host", lambda plan: bool(plan.elsewhere)),
         Family("several stages per rank", lambda plan: plan.stages_per_rank > 1),

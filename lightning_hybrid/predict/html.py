@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from lightning_hybrid.predict.options import spelled
+from lightning_hybrid.predict.layout import spelled
 from lightning_hybrid.predict.plans import Plan
 from lightning_hybrid.predict.report import PlannedRun, rank_name, ranked_rows
 from lightning_hybrid.schedule import chain, make_schedule, simulate, to_svg

@@ -107,7 +107,7 @@ def layer_seconds(
     if layer.repeats and layout.forwards:
         again = max(device - not_repeated, starts)
         waits += max(0.0, starts - device + not_repeated)
-    elif layer.repeats and layout.recompute == "selective":
+    elif layer.repeats and layout.repeats_cheap:
         dropped = 1.0 - layer.selective_saved / layer.saved if layer.saved else 0.0
         again = dropped * (around + _REPEATED_PRODUCTS * linear)
         again += 0.0 if layout.fused_attention else attention + scores

@@ -12,9 +12,8 @@ from typing import Any
 from lightning_hybrid.predict.correction import COMMUNICATION, OPTIMIZER, Correction, LinearCorrection
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.hardware import Hardware, preset_names
-from lightning_hybrid.predict.layout import NumberFormat, PlanLayout, number_format_of
+from lightning_hybrid.predict.layout import NumberFormat, PlanLayout, layout_from_options, number_format_of, spelled
 from lightning_hybrid.predict.memory import predict_memory
-from lightning_hybrid.predict.options import layout_from_options, spelled
 from lightning_hybrid.predict.plans import Plan, PredictedTime
 from lightning_hybrid.predict.search import cluster_of
 from lightning_hybrid.predict.time import predict_time

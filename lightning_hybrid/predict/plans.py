@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from lightning_hybrid.layout import Objective
-from lightning_hybrid.predict.layout import RECOMPUTED, PlanLayout
-from lightning_hybrid.predict.options import simplicity
+from lightning_hybrid.predict.layout import PlanLayout, simplicity
 from lightning_hybrid.text import sized
 
 
@@ -79,35 +78,6 @@ OBJECTIVES: tuple[Objective, ...] = ("throughput", "fewest_devices", "largest_ba
 TIE = 0.03  # relative difference of step times that measurements do not resolve
 # Relative error bars of a prediction: the mean errors that the models are required to reach.
 TIME_ERROR, MEMORY_ERROR = 0.08, 0.08
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """What the model and the run permit.
-
-    Attributes:
-        pipeline: Whether the layers may be shared among pipeline ranks.
-        tensor: Whether layers may be sharded over tensor ranks.
-        context: Whether sequences may be sharded over context ranks.
-        positions_per_context_rank: Least positions of a context rank.
-        expert: Whether ranks may share experts.
-        schedules: Of pipelines with one stage per rank.
-        largest_stages_per_rank: Most stages of a pipeline rank.
-        zero_stages: Stages of ZeRO.
-        recompute: Kinds of recomputation, the most frugal last.
-        offload: Whether the host may hold something.
-    """
-
-    pipeline: bool = True
-    tensor: bool = True
-    context: bool = True
-    positions_per_context_rank: int = 1024
-    expert: bool = True
-    schedules: tuple[str, ...] = ("1f1b", "zero_bubble")
-    largest_stages_per_rank: int = 4
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[str, ...] = RECOMPUTED
-    offload: bool = True
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.families import larger_than_device, largest_difference, slower_than
 from lightning_hybrid.predict.hardware import Hardware
-from lightning_hybrid.predict.layout import NumberFormat
-from lightning_hybrid.predict.options import spelled, strategy_options
+from lightning_hybrid.predict.layout import NumberFormat, spelled, strategy_options
 from lightning_hybrid.predict.plans import TIE, Plan, SearchResult
 from lightning_hybrid.text import columns, sized, timed, wrap
 

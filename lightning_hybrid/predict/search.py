@@ -12,12 +12,10 @@ from lightning_hybrid.predict.candidates import Candidates, divisors
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.families import rejected_families
 from lightning_hybrid.predict.hardware import Hardware
-from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
+from lightning_hybrid.predict.layout import Allowed, NumberFormat, PlanLayout, spelled, spelled_fields
 from lightning_hybrid.predict.memory import predict_memory
-from lightning_hybrid.predict.options import spelled, spelled_fields
 from lightning_hybrid.predict.plans import (
     OBJECTIVES,
-    Allowed,
     Objective,
     Plan,
     SearchResult,

@@ -11,8 +11,10 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.predict.costs.module import costs_from_parameters
 from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
 from lightning_hybrid.predict.hardware import load_hardware
-from lightning_hybrid.predict.layout import FORMATS, PlanLayout
-from lightning_hybrid.predict.options import (
+from lightning_hybrid.predict.layout import (
+    FORMATS,
+    Allowed,
+    PlanLayout,
     fixed_fields,
     layout_from_options,
     simplicity,
@@ -20,7 +22,7 @@ from lightning_hybrid.predict.options import (
     spelled_fields,
     strategy_options,
 )
-from lightning_hybrid.predict.plans import Allowed, PredictedMemory, PredictedTime
+from lightning_hybrid.predict.plans import PredictedMemory, PredictedTime
 from lightning_hybrid.predict.search import predict_plan, search_layouts
 
 A100 = load_hardware("a100-80")

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_hybrid.callbacks.lost_time.steps import MeasuredSteps
 from lightning_hybrid.predict.hardware import processor_name
-from lightning_hybrid.predict.options import LAYOUT_OPTIONS
+from lightning_hybrid.predict.layout import LAYOUT_OPTIONS
 from lightning_hybrid.schedule.measured.cuts import present_cuts
 from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, save_measured_costs, seconds_of_units
 from lightning_hybrid.version import __version__

@@ -19,7 +19,7 @@ from lightning_hybrid.planning.dry_run.messages import (
     sent_by_axis,
 )
 from lightning_hybrid.planning.dry_run.tensor import TensorUnits
-from lightning_hybrid.planning.dry_run.world import routes_tokens, run_of_rank
+from lightning_hybrid.planning.dry_run.world import run_of_rank
 from lightning_hybrid.planning.plan import PlanRequest, RunPlan, make_plan
 from lightning_hybrid.predict.ranks import RankMemory
 from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages
@@ -176,7 +176,7 @@ class _Described:
                 "sequences are sharded between layers: their messages are an estimate, counted as if each layer got and"
                 " gave full sequences"
             )
-        if routes_tokens(layout):
+        if layout.joins_replicas:
             found.append("tokens that are sent to experts are not counted: the router decides on them")
         return found
 

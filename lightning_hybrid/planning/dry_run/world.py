@@ -10,17 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_hybrid.layout import AXES, Coordinates, ParallelLayout
-from lightning_hybrid.mesh import FLATTENED, Mesh
+from lightning_hybrid.mesh import FLATTENED, ROUTED, Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.planning.plan import fake_ranks
 from lightning_hybrid.run.run import Run
-
-_EXPERT_AXES = ("ep", "ep_shard", "ep_outer", "ep_replicate")
-
-
-def routes_tokens(layout: ParallelLayout) -> bool:
-    """Whether ranks share experts, to which tokens are sent."""
-    return layout.expert_parallel_size > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +62,7 @@ class MeshOfRank:
         """Build the mesh of a rank on fake process groups."""
         with fake_ranks(layout.world_size, rank):
             mesh = Mesh.build(layout, "cpu")
-            axes = [*AXES, *FLATTENED, *(_EXPERT_AXES if routes_tokens(layout) else ())]
+            axes = [*AXES, *FLATTENED, *(ROUTED if layout.joins_replicas else ())]
             groups = {}
             for axis in axes:
                 ranks = tuple(dist.get_process_group_ranks(mesh.group(axis)))

@@ -9,8 +9,7 @@ from lightning_hybrid.planning.dry_run.ranks import dry_run
 from lightning_hybrid.planning.plan import PlanRequest, make_plan
 from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
 from lightning_hybrid.predict.hardware import load_hardware
-from lightning_hybrid.predict.layout import FORMATS
-from lightning_hybrid.predict.options import fixed_fields
+from lightning_hybrid.predict.layout import FORMATS, fixed_fields
 from lightning_hybrid.predict.report import PlannedRun
 from lightning_hybrid.predict.search import search_layouts
 from models.cases import Samples, make

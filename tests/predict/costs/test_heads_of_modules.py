@@ -13,7 +13,7 @@ from lightning_hybrid.planning.costs import record_costs
 from lightning_hybrid.planning.plan import make_plan
 from lightning_hybrid.predict.candidates import Candidates
 from lightning_hybrid.predict.hardware import load_hardware
-from lightning_hybrid.predict.plans import Allowed
+from lightning_hybrid.predict.layout import Allowed
 from models import hand_written, hugging_face
 from models.cases import batch_of
 from models.hand_written import VOCABULARY, WIDTH, Lit
