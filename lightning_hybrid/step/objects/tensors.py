@@ -161,7 +161,7 @@ class GradientObserver(Protocol):
         """Called with this rank's full gradient, in the parameter's full shape; with ZeRO, of its latest batch."""
 
     def after_average(self, parameter: Tensor, average: Tensor) -> None:
-        """Called with what this rank keeps of the average, and of those of earlier batches."""
+        """Called with the average over replicas that this rank keeps, in the full or the shard's shape."""
 
 
 class GradientHook:
