@@ -38,46 +38,46 @@ class FullGradients:
         self._parameters, self._shards, self._group, self._agreement = dict(parameters), shards, group, agreement
         self._order = list(parameters)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
-        self._held: dict[str, Tensor | None] = {}  # None: no rank has a gradient
+        self._full: dict[str, Tensor | None] = {}  # None: no rank has a gradient
         self._last_read = -2
 
     @below_read_guards
     def get(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the full gradient of a parameter; collective unless it is here."""
+        """Return the gradient, of full shape, of a sharded parameter; collective unless it is here."""
         number = self._numbers[id(parameter)]
         name = self._order[number]
-        if name not in self._held:
+        if name not in self._full:
             self._gather(self._ahead(number) if number == self._last_read + 1 else [name])
         self._last_read = number
-        return self._held[name]
+        return self._full[name]
 
     @below_read_guards
     @torch.no_grad()
     def set(self, parameter: nn.Parameter, full: Tensor | None) -> None:
-        """Set the full gradient of a parameter."""
+        """Set the gradient of a sharded parameter; ``full`` has the full shape."""
         name = self._order[self._numbers[id(parameter)]]
         if full is None:
             parameter.grad = None
-        elif self._held.get(name) is not full:
+        elif self._full.get(name) is not full:
             parameter.grad = self._shards.shard_of(name, parameter, full.detach()).clone()
-        self._held[name] = full
+        self._full[name] = full
 
     @below_read_guards
     @torch.no_grad()
     def settle(self) -> None:
         """Write what code has written into full gradients to the shards, and drop them."""
-        for name, full in self._held.items():
+        for name, full in self._full.items():
             local = self._parameters[name].grad
             if full is not None and local is not None:  # also where `.data` was written, which counts no version
                 local.copy_(self._shards.shard_of(name, local, full))
-        self._held, self._last_read = {}, -2
+        self._full, self._last_read = {}, -2
 
     def _ahead(self, number: int) -> list[str]:
         found, size = list[str](), 0
         for name in self._order[number:]:
             parameter = self._parameters[name]
             size += self._shards.full_shape(name, parameter).numel() * parameter.element_size()
-            if name in self._held or (found and size > _AHEAD):
+            if name in self._full or (found and size > _AHEAD):
                 break
             found.append(name)
         return found
@@ -89,7 +89,7 @@ class FullGradients:
         agree_on_presence(parameters, self._group)
         for name, parameter in zip(names, parameters, strict=True):
             local = parameter.grad
-            self._held[name] = None if local is None else self._shards.unshard(name, local)
+            self._full[name] = None if local is None else self._shards.unshard(name, local)
 
 
 @torch.no_grad()
