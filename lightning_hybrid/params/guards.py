@@ -61,11 +61,15 @@ class ReadGuards:
         """The hook to register in place of a gradient hook of a parameter."""
         return self._gradient_hook(parameter, registration, hook)
 
+    def settle(self) -> None:
+        """Write back what user code has written to full tensors, before shards are used."""
+        for settle in self.before_shard_access:
+            settle()
+
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Turn the guards off inside, for a backward or an optimizer."""
-        for settle in self.before_shard_access:
-            settle()
+        self.settle()
         with self._set_during(are_off=True):
             yield
 
@@ -74,7 +78,9 @@ class ReadGuards:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._set_during(are_off=False):
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            self.settle()
+            return result
 
         return run
 
@@ -96,14 +102,14 @@ class GatherCallbacks(NamedTuple):
         on_access: Called with the parameter, a full tensor that user code references or has written, and whether
             it got that by ``.data``, where autograd does not count writes.
         gradient: Returns the full gradient of a parameter; its ``.grad`` if None.
-        set_gradient: Called with a parameter and the full gradient to set; sets ``.grad`` if None.
+        set_gradient: Called with a parameter and the full gradient to set, or None for none; sets ``.grad`` if None.
     """
 
     guards: ReadGuards
     full: Callable[[nn.Parameter], Tensor]
     on_access: Callable[[nn.Parameter, Tensor, bool], None] = lambda parameter, full, by_data: None
     gradient: Callable[[nn.Parameter], Tensor | None] | None = None
-    set_gradient: Callable[[nn.Parameter, Tensor], None] | None = None
+    set_gradient: Callable[[nn.Parameter, Tensor | None], None] | None = None
 
 
 class GuardedParameter(nn.Parameter):
@@ -126,11 +132,12 @@ class GuardedParameter(nn.Parameter):
         is_unguarded = (is_property and member in _UNGUARDED_PROPERTIES) or name in _IDENTITY
         if not gathers or (gathers[0].guards.are_off and not _is_in_gradient_hook()):
             is_unguarded = True
-        elif member == "grad" and gathers[-1].gradient is not None and found[0][0] == 0:
-            if name == "__get__":
-                return gathers[-1].gradient(args[0])
-            if name == "__set__" and args[1] is not None and gathers[-1].set_gradient is not None:
-                return gathers[-1].set_gradient(args[0], args[1])
+        elif member == "grad" and found[0][0] == 0:
+            for gather in gathers:  # the first one knows the shards of the others too
+                if name == "__get__" and gather.gradient is not None:
+                    return gather.gradient(args[0])
+                if name != "__get__" and gather.set_gradient is not None:
+                    return gather.set_gradient(args[0], args[1] if name == "__set__" else None)
         if gathers and name in ("register_hook", "register_post_accumulate_grad_hook"):
             args = args[0], gathers[0].guards.registered(args[0], name, args[1])
         if is_unguarded:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -67,7 +68,9 @@ class ConnectedOptimizers:
         unaveraged = {key: name for each in self._reducers.every for key, name in each.unaveraged.items()}
         for group in optimizer.param_groups if unaveraged else ():
             for p in group["params"]:
-                if id(p) in unaveraged and p.grad is not None and bool(p.grad.any()):
+                with torch._C.DisableTorchFunctionSubclass():  # the shard's: other ranks may have averaged theirs
+                    gradient = p.grad
+                if id(p) in unaveraged and gradient is not None and bool(gradient.any()):
                     raise StepError(
                         f"{type(optimizer).__name__}.step in manual optimization: the gradient of"
                         f" {unaveraged[id(p)]} has not been averaged over the {self._num_replicas} replicas, because a"

@@ -28,6 +28,7 @@ from lightning_hybrid.experts.parallel.width import (
 )
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.guards import ReadGuards
+from lightning_hybrid.params.reads.agreement import HookAgreement
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
@@ -182,6 +183,10 @@ class ExpertParallel(Technique):
         if self.shared is None:
             return _Experts(self._widths, modules)
         self.shared.be_ready()
+        if run.plain_runner is not None:
+            meet = partial(run.setting.world.rendezvous, compares=False)
+            agreement = HookAgreement(run.mesh.group("holders"), run.setting.device, meet, "layer's")
+            self.shared.gather_gradients(run.parts, agreement)
         return _SharedExperts(self.shared, run.parts, self._widths, modules)
 
     def inseparable(self) -> Collection[nn.Module]:

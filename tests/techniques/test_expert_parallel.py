@@ -68,6 +68,18 @@ class ClipsItself(ByHand):
         assert float(torch.stack(norms).norm()) < 0.05
 
 
+class ClipsByHand(ByHand):
+    """By torch's function, which reads all gradients."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+
 class StepsInTwo(ByHand):
     """Two backwards before a step, the first of which leaves an average to which the second one adds."""
 
@@ -169,6 +181,10 @@ RUNS = {
     "clipped in the step, two copies": shared(ClipsItself, microbatches=1, dp=4, slow=True),
     "clipped in the step, zero3": shared(ClipsItself, microbatches=1, dp=4, strategy={"zero_stage": 3}, slow=True),
     "clipped in the step, context ranks": shared(ClipsItself, microbatches=1, cp=2, ep=4, slow=True),
+    "clipped by hand": shared(ClipsByHand, microbatches=1),
+    "clipped by hand, tensor ranks": shared(ClipsByHand, microbatches=1, tp=2, slow=True),
+    "clipped by hand, zero2": shared(ClipsByHand, microbatches=1, dp=4, strategy={"zero_stage": 2}, slow=True),
+    "clipped by hand, context ranks": shared(ClipsByHand, microbatches=1, cp=2, ep=4, slow=True),
     "two backwards": shared(StepsInTwo, microbatches=1),
     "two backwards, two copies": shared(StepsInTwo, microbatches=1, dp=4, slow=True),
     "two backwards, zero3": shared(StepsInTwo, microbatches=1, dp=4, strategy={"zero_stage": 3}, slow=True),

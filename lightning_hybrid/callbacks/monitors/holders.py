@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optimizers.state_file import is_in_state_file
+from lightning_hybrid.params.guards import below_read_guards
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.tensors import holds_tensors, inner_tensors
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -29,6 +30,7 @@ class Holder(NamedTuple):
     nbytes: int  # on the device; of memory that several share, counted at the first
 
 
+@below_read_guards
 def find_holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> list[Holder]:
     """Find what this rank holds on a device; the optimizers have states for parameters of the module."""
     seen: set[int] = set()

@@ -28,6 +28,8 @@ from lightning_hybrid.params import store
 from lightning_hybrid.params.boxes import shard_of
 from lightning_hybrid.params.guards import GatherCallbacks, OutsideLayerGuard, ReadGuards, below_read_guards
 from lightning_hybrid.params.placement import Shard
+from lightning_hybrid.params.reads.agreement import HookAgreement
+from lightning_hybrid.params.reads.gradients import FullGradients, agree_on_presence
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
@@ -87,6 +89,7 @@ class ShardedExperts:
         one replica among those whose rows the experts of a rank compute.
         """
         self._context = context
+        self._guards = guards
         self._outside = OutsideLayerGuard("experts", GatherCallbacks(guards, self._refuse))
         self.adapters, self.sharding = dict(adapters), sharding
         self.ranks = ExpertAllToAll(sharding.group, chunks=chunks)
@@ -124,13 +127,24 @@ class ShardedExperts:
                     if names[id(parameter)] not in sharded
                 ]
 
+    def gather_gradients(self, shards: LocalShards, agreement: HookAgreement) -> None:
+        """Gather gradients when code outside of layers reads them; called after ``be_ready``."""
+        named = {name: p for parameters in self._parameters.values() for name, p in parameters.items()}
+        full = FullGradients(named, shards, self.sharding.group, agreement)
+        gather = GatherCallbacks(self._guards, self._refuse, gradient=full.get, set_gradient=full.set)
+        self._outside = OutsideLayerGuard("experts", gather)
+        self._guards.before_shard_access.append(full.settle)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Runs the modules with sharded experts inside; in evaluation, code outside of them sees full experts."""
         sharded = [parameter for named in self._parameters.values() for parameter in named.values()]
         around = self._outside.on(sharded) if self._full is None else self.full_experts()
         with around, replaced_forwards(self._modules, partial(partial, self._run), reason="expert parallelism"):
-            yield
+            try:
+                yield
+            finally:
+                self._guards.settle()
 
     def _refuse(self, parameter: nn.Parameter) -> Tensor:
         """Refuses a read of sharded experts outside of their layer: other ranks may not take part in a gather."""
@@ -198,21 +212,14 @@ class ShardedExperts:
                 entry="expert-microbatches",
             )
 
-    @torch.no_grad()
     def agree_on_gradients(self) -> None:
         """Gives a parameter that one rank owns an empty gradient on the other ranks, if it has one there; collective.
 
         So optimizers have states for the same parameters on every rank.
         """
         owned = [p for fqn, named in self._parameters.items() if self.adapters[fqn].may_skip for p in named.values()]
-        if not owned:
-            return
-        has = torch.tensor([parameter.grad is not None for parameter in owned], dtype=torch.int32)
-        has = on_group_device(has, self.sharding.group)
-        dist.all_reduce(has, dist.ReduceOp.MAX, group=self.sharding.group)
-        for parameter, one_has in zip(owned, has.tolist(), strict=True):
-            if one_has and parameter.grad is None and not parameter.numel():
-                parameter.grad = torch.zeros_like(parameter)
+        if owned:
+            agree_on_presence(owned, self.sharding.group)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

@@ -93,8 +93,11 @@ class FullParameterReads:
         self._copies.append(_FullCopy(parameter, local, full, full._version, None))
         return full
 
-    def _set_gradient(self, parameter: nn.Parameter, full: Tensor) -> None:
+    def _set_gradient(self, parameter: nn.Parameter, full: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if full is None:
+                parameter.grad = None
+                return
             if any(copy.full is full and copy.local is parameter.grad for copy in self._copies):
                 return
             parameter.grad = self._cut.shard(full.detach(), self._placement(parameter)).contiguous()

@@ -99,7 +99,10 @@ class HookWatch:
 
                 def watch(where: str) -> None:
                     nonlocal is_watched
-                    reads = self.owner.run.hook_reads or self.reads
+                    run = self.owner.run
+                    reads = run.hook_reads or self.reads
+                    if run.guards is not None:  # the hook reads shards, of what a step may have written in full
+                        run.guards.settle()
                     complete = is_complete or self.owner.gradients_are_complete
                     watching.enter_context(reads.hook(where, is_complete=complete))
                     watching.enter_context(_without_reads_in_lightning(self.trainer, reads))
