@@ -6,9 +6,9 @@ The number of samples of each microbatch determines which entries are one per sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -18,6 +18,9 @@ from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.objects.pytree import children_of, flatten, mapping_like
 from lightning_hybrid.step.standins.numbers import source_values
 from lightning_hybrid.step.standins.tensors import is_absent
+
+# The metric's FQN, the number of its call in the step, and the position or name of the argument.
+Argument: TypeAlias = tuple[str, int, str]
 
 
 def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int | None], *, step: str = "") -> Any:
@@ -39,10 +42,38 @@ class Microbatches:
     Attributes:
         weights: Of the microbatches in means.
         sizes: Number of samples of each microbatch, if known.
+        reductions: What arguments of metrics are of those of the microbatches, by ``Argument``, where it was measured:
+            their "mean", "sum", "max" or "min".
+        by_samples: Those arguments whose mean weighs by samples in any case.
+        guessed: Those numbers among the arguments so far whose reduction is not known.
     """
 
     weights: Sequence[float]
     sizes: Sequence[int | None]
+    reductions: Mapping[Any, str] = field(default_factory=dict)
+    by_samples: frozenset[Any] = frozenset()
+    guessed: set[Argument] = field(default_factory=set, init=False)
+
+    def number_of(self, argument: Argument, column: Mapping[int, Any]) -> Any:
+        """A number of the full batch from its microbatches', as measured; None for other arguments and other kinds."""
+        numbers = list(column.values())
+        if not all(map(is_number, numbers)):
+            return None
+        how = self.reductions.get(argument)
+        if how is None:
+            self.guessed.add(argument)
+            return None
+        if (diverged := next((number for number in numbers if number != number), None)) is not None and how != "mean":
+            return diverged
+        if how == "mean" and all(
+            isinstance(one, float) or (isinstance(one, Tensor) and _has_mean(one)) for one in numbers
+        ):
+            weights = [(self.sizes[i] or 0) if argument in self.by_samples else self.weights[i] for i in column]
+            total = sum(weights) or 1.0
+            return weighted_mean(numbers, [weight / total for weight in weights])
+        # An integer is a mean only where it was equal in all parts, as an extreme may be.
+        plain: dict[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "mean": max, "max": max, "min": min}
+        return plain[how](numbers)
 
     def scalar_of(self, column: list[Any]) -> Tensor | None:
         """The scalar of the full batch from its microbatches' scalars, where it is known to be no mean of these."""
@@ -54,14 +85,19 @@ class Microbatches:
 
 
 def join_arguments(
-    calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]], microbatches: Microbatches, *, selects: bool = False
+    calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]],
+    microbatches: Microbatches,
+    *,
+    call: tuple[str, int] = ("", 0),
+    selects: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Join the arguments of a metric's calls on microbatches into the arguments of one call on the full batch.
 
     Rows are joined also where there are several per sample (tokens), and where a mask selects them: labels have no
     mean, and predictions and targets have as many rows as each other. Integers, and floats without a fraction, that
-    are multiples of the number of samples are sums over samples, and so are other integers that differ.
-    ``selects`` tells that the content of the batch is known to decide how many rows there are.
+    are multiples of the number of samples are sums over samples, and so are other integers that differ, unless the
+    reduction of an argument of this ``call`` (FQN, number) was measured. ``selects`` tells that the content of the
+    batch is known to decide how many rows there are.
     """
     arguments = list(calls.values())
     if len(arguments) == 1:
@@ -77,11 +113,32 @@ def join_arguments(
     merger = _ArgumentMerger(shares, tuple(counts), "", microbatches=microbatches, rows=rows)
     # Each by itself: as many arguments as there are samples in a microbatch are no entries of samples.
     args = [merger.of(list(column)) for column in zip(*(args for args, _ in arguments), strict=False)]
-    return tuple(args), merger.of([kwargs for _, kwargs in arguments])
+    kwargs = merger.of([kwargs for _, kwargs in arguments])
+    named = {i: named_arguments(*each) for i, each in calls.items()}
+    for name in named_arguments(tuple(args), kwargs):
+        column = {i: each[name] for i, each in named.items() if name in each}
+        if len(column) > 1 and (number := microbatches.number_of((*call, name), column)) is not None:
+            if name in kwargs:
+                kwargs[name] = number
+            else:
+                args[int(name)] = number
+    return tuple(args), kwargs
 
 
-def weighted_mean(outputs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Sum of ``weight * output``, tensors of one shape; the mean over samples if weights are shares of the samples.
+def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of one call by name, or by position in digits."""
+    return {**{str(position): each for position, each in enumerate(args)}, **kwargs}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, or a tensor without dimensions of one, that is known on this rank."""
+    if isinstance(value, Tensor):
+        return not value.dim() and value.dtype is not torch.bool and not value.is_complex() and not is_absent(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and source_values(value) is None
+
+
+def weighted_mean(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Sum of ``weight * output``, numbers or tensors of one shape; the mean over samples if weights are their shares.
 
     A mean over no element (0 / 0) weighs nothing.
     """

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_hybrid.batch.merge import Microbatches, differ_in_rows, join_arguments
+from lightning_hybrid.batch.merge import (
+    Argument,
+    Microbatches,
+    differ_in_rows,
+    is_number,
+    join_arguments,
+    named_arguments,
+)
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.objects.pytree import flatten, map_tensors
 from lightning_hybrid.step.objects.tensors import detached_copy
@@ -147,6 +154,18 @@ class FullBatchMetrics:
         """The calls of the present step on this rank, for the ranks that run other shares of the batch."""
         return {} if self._step is None else self._step.calls
 
+    def take_numbers(self) -> dict[Argument, float]:
+        """Forget the calls of one microbatch; returns the numbers among their arguments."""
+        made = [
+            ((fqn, number, name), value)
+            for found in self.calls.values()
+            for fqn, row in found.items()
+            for number, (_, args, kwargs) in enumerate(row)
+            for name, value in named_arguments(args, kwargs).items()
+        ]
+        self.calls.clear()
+        return {argument: float(value) for argument, value in made if is_number(value)}
+
     def origin(self, value: Any) -> tuple[str, int, int] | None:
         """The metric, the number of its call and the leaf of the result that a value is; None if it is none."""
         found = None if self._step is None else self._step.returned.get(id(value))
@@ -180,7 +199,8 @@ class FullBatchMetrics:
             is_part = differ or len(present) < len(microbatches.weights)
             if is_part or any(microbatches.is_selected(i, leaf) for i, leaf in leaves):
                 self._selecting.add((fqn, number))
-            args, kwargs = join_arguments(present, microbatches, selects=(fqn, number) in self._selecting)
+            selects = (fqn, number) in self._selecting
+            args, kwargs = join_arguments(present, microbatches, call=(fqn, number), selects=selects)
             device = next((m.device for m in self._sinks[fqn].modules() if isinstance(m, Metric)), None)
             if calls is not None and device is not None:
                 args, kwargs = map_tensors(methodcaller("to", device), (args, kwargs))

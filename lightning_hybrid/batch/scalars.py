@@ -6,7 +6,7 @@ on scalars alone are recomputed on the scalars of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.batch.means import SCALED, is_linear, reduction_of
-from lightning_hybrid.batch.merge import Microbatches
+from lightning_hybrid.batch.merge import Argument, Microbatches
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
@@ -123,10 +123,13 @@ class BatchScalars(Microbatches):
         sizes: Sequence[int | None],
         metrics: FullBatchMetrics,
         graphs: Sequence[StepGraph],
+        reductions: Mapping[Any, str] | None = None,
+        by_samples: frozenset[Any] = frozenset(),
     ) -> None:
-        """Take what one stage computed; ``graphs`` has a graph for each microbatch."""
+        """Take what one stage computed; ``graphs`` has a graph for each microbatch, the rest is as in the base."""
         total = sum(weights)
-        super().__init__([weight / total if total else 1 / len(weights) for weight in weights], sizes)
+        shares = [weight / total if total else 1 / len(weights) for weight in weights]
+        super().__init__(shares, sizes, reductions or {}, by_samples)
         self._microbatches, self._metrics, self._graphs = microbatches, metrics, graphs
         self._cache: dict[int, tuple[Tensor | None, str]] = {}
 
@@ -207,8 +210,13 @@ class BatchScalars(Microbatches):
 
     def scalar_of(self, column: list[Any]) -> Tensor | None:
         """The scalar of the batch, from the scalars that a metric was called with in each microbatch."""
-        marks = {mark[1] for scalar in column if (mark := getattr(scalar, MARK, None)) is not None}
-        return self.value(marks.pop()) if len(marks) == 1 else None
+        index = _index_of(column)
+        return None if index is None else self.value(index)
+
+    def number_of(self, argument: Argument, column: Mapping[int, Any]) -> Any:
+        """The number of the full batch as measured, where the graph has none of another kind than a mean."""
+        index = _index_of(column.values())
+        return super().number_of(argument, column) if index is None or self.is_mean(index) else None
 
     def _rerun(self, call: _Call, arguments_by_microbatch: Sequence[list[Any]]) -> Tensor | None:
         """Recompute an operation on the scalars of the batch; None if other arguments differ between microbatches."""
@@ -230,6 +238,12 @@ class BatchScalars(Microbatches):
             return None
         found = made[call.position] if call.position < len(made) else None
         return found if isinstance(found, Tensor) else None
+
+
+def _index_of(column: Iterable[Any]) -> int | None:
+    """The index of the one value that the microbatches' scalars are."""
+    marks = {mark[1] for scalar in column if (mark := getattr(scalar, MARK, None)) is not None}
+    return marks.pop() if len(marks) == 1 else None
 
 
 def _is_scaled_by_number(call: _Call) -> bool:

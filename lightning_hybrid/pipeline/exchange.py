@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.batch.means import reduction_of
-from lightning_hybrid.batch.merge import join
+from lightning_hybrid.batch.merge import Argument, join
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.scalars import BatchScalars
 from lightning_hybrid.collectives.agreement import NumberExchange, digest
@@ -61,7 +61,7 @@ class StepResultExchange:
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
         self._numbers: list[float] = []
-        self._combined_keys: set[Key] = set()
+        self._combined_keys: set[Key | Argument] = set()
         self._has_guesses = any(v.dynamic for variant in given.variants for v in variant.assignment.graph.values)
         self._scalars: list[tuple[int, int]] = []
         self._tensors: list[tuple[int, int]] = []
@@ -81,8 +81,10 @@ class StepResultExchange:
         self._entries = self._logs.entries()
         scalars = [runs[index].scalars for index in range(len(runs))]
         graphs = [variant.assignment.graph for variant in self._variants]
-        batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs)
+        measured = self._measured, self._weighting.keys
+        batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs, *measured)
         self._metrics.finish_all(batch)
+        self._combined_keys |= batch.guessed
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers = [
             number
@@ -132,10 +134,13 @@ class StepResultExchange:
             return ""
         return reduction_of(entry.value, self._given.graph, self._sizes[0] or 0)
 
-    def warnings(self) -> list[str]:
-        """Warnings about logged numbers that are means over microbatches, and are known to be another of the batch."""
-        known = self._weighting.unexplained
-        return [describe_unexplained(self._call.name, *each) for each in known if each[0] in self._combined_keys]
+    def warnings(self) -> list[tuple[Key | Argument, str]]:
+        """Warnings about numbers that are means over microbatches, and are known to be others of the batch, by key.
+
+        What is logged is known on all ranks, an argument on the rank that calls its metric.
+        """
+        known = [each for each in self._weighting.unexplained if each[0] in self._combined_keys]
+        return [(each[0], describe_unexplained(self._call.name, *each)) for each in known]
 
     def wait(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
         """Wait for the numbers of all ranks; ``StepBroken`` if the step broke on one."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid import patching
+from lightning_hybrid.batch.merge import Argument
 from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 from lightning_hybrid.step.standins.tensors import MARK, is_absent
 
@@ -136,11 +137,12 @@ def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
     return zip(keys_of(entry.name for entry in entries), entries, strict=True)
 
 
-def describe_unexplained(step: str, key: Key, full: float, mean: float) -> str:
-    """The warning about a logged number that the numbers of its batch's parts do not give."""
+def describe_unexplained(step: str, key: Key | Argument, full: float, mean: float) -> str:
+    """The warning about a number, logged or given to a metric, that the numbers of its batch's parts do not give."""
+    made = f"logs {key[0]!r}" if len(key) == 2 else f"calls the metric {key[0]!r} with a number (argument {key[2]})"
     return (
-        f"{step} logs {key[0]!r}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
-        " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is logged."
+        f"{step} {made}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
+        " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is taken."
         " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
         " values are those of the batch, or pass num_microbatches=1 (docs/semantics/logging_and_metrics.md)"
     )

@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
+from lightning_hybrid.batch.merge import Argument
+from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.split import BatchSplitter, copied_batch, split, split_unevenly
 from lightning_hybrid.equivalence.deterministic import WithoutDropoutMode
 from lightning_hybrid.errors import is_out_of_memory
@@ -50,24 +52,25 @@ class LossWeighting(NamedTuple):
 
     Attributes:
         counts: Counts by which parts weigh; several if they have agreed so far; by samples if empty.
-        keys: Logged keys that weigh by samples even so.
+        keys: Logged keys, and arguments of metrics, that weigh by samples even so.
         differing: The loss of the batch, and the mean of its parts' losses by samples, if they differ.
         loss: The losses of the batch and its parts; None where they could not be computed.
         scales_gradients: Whether parts weigh where their gradients reach a parameter (``ParameterGradients``), as
             measured; None where both ways to weigh give the gradients of the batch, or were not compared.
         norms: The norm of the gradients of the batch, and of those of its parts, if no weights give the former.
-        reductions: What logged keys of the batch are of those of its parts: their "mean", "sum", "max" or "min".
-        unexplained: Logged keys of the batch that are none of these, with their number and the mean of those of parts.
+        reductions: What logged keys, and numbers that metrics are called with, of the batch are of those of its parts:
+            their "mean", "sum", "max" or "min".
+        unexplained: Those of the batch that are none of these, with their number and the mean of those of parts.
     """
 
     counts: tuple[Count, ...] = ()
-    keys: frozenset[Key] = frozenset()
+    keys: frozenset[Key | Argument] = frozenset()
     differing: tuple[float, float] | None = None
     loss: Mean | None = None
     scales_gradients: bool | None = None
     norms: tuple[float, float] | None = None
-    reductions: tuple[tuple[Key, str], ...] = ()
-    unexplained: tuple[tuple[Key, float, float], ...] = ()
+    reductions: tuple[tuple[Key | Argument, str], ...] = ()
+    unexplained: tuple[tuple[Key | Argument, float, float], ...] = ()
 
     @property
     def mixes(self) -> bool:
@@ -99,11 +102,11 @@ def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) ->
 
 
 class _Result(NamedTuple):
-    """What a part of a batch gives: its loss, the dtype of its rounding, and its logged means."""
+    """What a part of a batch gives: its loss, the dtype of its rounding, and numbers that it logs or gives metrics."""
 
     loss: float
     dtype: torch.dtype
-    logs: dict[Key, float]
+    logs: dict[Key | Argument, float]
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Comparison:
         any_rank: Returns whether a condition holds on any rank.
         is_fatal: Whether an error of the step is raised; otherwise nothing is compared.
         around_backward: Entered around each backward.
-        origin: Returns the call of a metric that has returned a value: such are no means over parts.
+        metrics: Copies of these are called inside of a step; what they return is no mean over parts.
     """
 
     root: nn.Module
@@ -130,7 +133,7 @@ class Comparison:
     any_rank: Callable[[bool], bool]
     is_fatal: Callable[[Exception], bool]
     around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    origin: Callable[[Any], Any] = lambda value: None
+    metrics: FullBatchMetrics = field(default_factory=FullBatchMetrics)
 
     def measure(self, batch: Any, count: int, splitter: BatchSplitter | None) -> LossWeighting:
         """Measure how ``count`` parts of a batch weigh in its loss; by samples also where it cannot be measured.
@@ -151,7 +154,7 @@ class Comparison:
         dtype = found[0].dtype
         sample_weights = [weights for _, weights in partitions]
         mean = _mean([one.loss for one in found], sample_weights)
-        keys = frozenset[Key].intersection(*(frozenset(one.logs) for one in found))
+        keys = frozenset[Key | Argument].intersection(*(frozenset(one.logs) for one in found))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
         hows = {key: _reductions(each, sample_weights, dtype) for key, each in logged.items()}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
@@ -164,7 +167,7 @@ class Comparison:
             return LossWeighting(differing=differing, loss=mean, reductions=reductions, unexplained=unexplained)
         count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
-        def is_by_samples(key: Key) -> bool:
+        def is_by_samples(key: Key | Argument) -> bool:
             by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
             return not by_samples and bool(by_counts)
 
@@ -190,7 +193,8 @@ class Comparison:
                         loss, dtype, logs = self._run(part, with_graph=with_graph)
                         if not isinstance(loss, Tensor) or loss.numel() != 1:
                             return None
-                        of_parts.append(_Result(float(loss.detach()), dtype, _numbers(logs)))
+                        numbers = _numbers(logs, self.metrics.take_numbers())
+                        of_parts.append(_Result(float(loss.detach()), dtype, numbers))
                     found += of_parts
                 if not before.are_unchanged():
                     return None
@@ -206,7 +210,13 @@ class Comparison:
     def _run(self, part: Any, *, with_graph: bool) -> tuple[Any, torch.dtype, LogCapture]:
         """Run the step; its loss, the dtype of its rounding, and what it logs."""
         logs = LogCapture(1)
-        with torch.set_grad_enabled(with_graph), self.context(), logs.microbatch(self.root, 0, self.origin):
+        self.metrics.take_numbers()  # of a run that has failed
+        with (
+            torch.set_grad_enabled(with_graph),
+            self.context(),
+            logs.microbatch(self.root, 0, self.metrics.origin),
+            self.metrics.microbatch(0, is_full=False),
+        ):
             loss = find_loss(self.step(part))
             return loss, rounded_as(loss) if isinstance(loss, Tensor) else torch.float32, logs
 
@@ -367,9 +377,10 @@ def _norm(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None else float(gradient.detach().double().norm())
 
 
-def _numbers(logs: LogCapture) -> dict[Key, float]:
+def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Key | Argument, float]:
     entries = [(key, entry) for key, entry in keyed(logs.entries()) if entry.metric is None and entry.origin is None]
-    return {key: entry.values[0] for key, entry in entries if math.isfinite(entry.values[0])}
+    found: list[tuple[Key | Argument, float]] = [(key, entry.values[0]) for key, entry in entries]
+    return {key: number for key, number in (*found, *arguments.items()) if math.isfinite(number)}
 
 
 def _reductions(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> list[str]:

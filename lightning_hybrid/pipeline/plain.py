@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.batch.merge import Argument
 from lightning_hybrid.batch.split import batch_size_of, check_count, copied_batch, halves, split, why_unsplit
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.logs import Key, describe_unexplained
@@ -78,7 +79,9 @@ class PlainRunner(MicrobatchRunner):
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
-        self._warned = set[Key]()  # logged keys that are none of those of microbatches
+        self._warned = set[
+            Key | Argument
+        ]()  # logged keys, and arguments of metrics, that are none of those of microbatches
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(self.splitter, inform)
         self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``
@@ -338,8 +341,7 @@ class PlainRunner(MicrobatchRunner):
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
-            # Copies of metrics return values, which are no means over parts.
-            with self.active.around_step(), call.context(), self._metrics.calls.microbatch(0, is_full=False):
+            with self.active.around_step(), call.context():
                 yield
 
         def once(part: Any) -> Any:
@@ -348,7 +350,7 @@ class PlainRunner(MicrobatchRunner):
         batch = call.batch
         # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
-            how = self._sharing.any_rank, self._is_fatal, self.guards.off, self._metrics.calls.origin
+            how = self._sharing.any_rank, self._is_fatal, self.guards.off, self._metrics.calls
             comparison = Comparison(self._root, once, self._randomness, around, *how)
             found = comparison.measure(batch, count, self.splitter)
             self.active.settle()  # what follows is collective, and other ranks may still gather layers

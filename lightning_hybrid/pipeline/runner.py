@@ -76,6 +76,11 @@ class MicrobatchRunner(ABC):
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 
     @property
+    def metrics(self) -> MetricSync:
+        """The metrics of the module."""
+        return self._metrics
+
+    @property
     @abstractmethod
     def can_roll_back_step(self) -> bool:
         """Whether a training step may be rolled back, and run again."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.batch.merge import join
+from lightning_hybrid.batch.merge import Argument, join
 from lightning_hybrid.batch.metrics import FullBatchMetrics, MetricCalls, Microbatches, joined_calls
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, sizes_of, split
 from lightning_hybrid.collectives.agreement import batches_differ, digest
@@ -183,7 +183,7 @@ class MicrobatchResults:
     Attributes:
         weights: Weights of the microbatches by samples.
         loss_weights: Weights of their losses.
-        by_samples: Logged keys that weigh by samples even where the loss does not.
+        by_samples: Logged keys, and arguments of metrics, that weigh by samples even where the loss does not.
         entries: Logged entries, with a value per microbatch; ``ABSENT`` where one has not logged it.
         losses: None where a microbatch has returned none.
         sizes: Numbers of samples.
@@ -193,13 +193,13 @@ class MicrobatchResults:
             has run other lines of code than before; else 0.
         calls: The lines of code that it has run.
         checksum: Checksum of the full batch.
-        reductions: What logged keys of the batch are of those of the microbatches, where that is known.
+        reductions: What these of the batch are of those of the microbatches, where that is known.
         metric_calls: Calls of metrics, which these make with the full batch in the end.
     """
 
     weights: list[float]
     loss_weights: list[float]
-    by_samples: frozenset[Key]
+    by_samples: frozenset[Key | Argument]
     entries: list[Entry]
     losses: list[float | None]
     sizes: list[int | None]
@@ -208,7 +208,7 @@ class MicrobatchResults:
     news: int = 0
     calls: frozenset[int] = frozenset()
     checksum: int = 0
-    reductions: Mapping[Key, str] = field(default_factory=dict)
+    reductions: Mapping[Key | Argument, str] = field(default_factory=dict)
     metric_calls: MetricCalls = field(default_factory=dict)
 
     def joined_output(self, step: str) -> Any:
@@ -224,7 +224,8 @@ class MicrobatchResults:
 
     def call_metrics(self, metrics: FullBatchMetrics) -> None:
         """Call the metrics with the full batch, and let entries have the values that they return."""
-        metrics.finish_all(Microbatches(self.loss_weights, self.sizes), self.metric_calls)
+        batch = Microbatches(self.loss_weights, self.sizes, self.reductions, self.by_samples)
+        metrics.finish_all(batch, self.metric_calls)
         value_of = metrics.values()
         for entry in self.entries if self.metric_calls else ():
             if (value := value_of(entry.metric, entry.origin)) is not None:
@@ -346,7 +347,9 @@ class MicrobatchLoop:
         backwards.after(0, is_last)
         return None if output is None else loss.detach()
 
-    def results(self, weights: list[float], loss_weights: list[float], by_samples: frozenset[Key]) -> MicrobatchResults:
+    def results(
+        self, weights: list[float], loss_weights: list[float], by_samples: frozenset[Key | Argument]
+    ) -> MicrobatchResults:
         """The results of this rank; arguments as the attributes of ``MicrobatchResults``."""
         losses = [None if loss is None else float(loss) for loss in self.losses] or [None] * len(weights)
         sizes = sizes_of(self._share.microbatches)

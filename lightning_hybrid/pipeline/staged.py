@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -218,8 +219,11 @@ class StepRunner(MicrobatchRunner):
             self._metrics.record_feeding_ranks(variant.assignment.sinks, self.plan.rank_of)
         logged, content = exchange.finish(outcome.runs)
         if call.trains and len(given) > 1:  # once: later batches log the same keys
-            for text in exchange.warnings():
-                self._warn(text)
+            for key, text in exchange.warnings():
+                if len(key) == 2:
+                    self._warn(text)
+                elif not self._replica:  # no other rank of this pipeline knows
+                    warnings.warn(text, stacklevel=2)
             self.weighting = self.weighting._replace(unexplained=())
         runs = [outcome.runs[index] for index in range(len(given))]
         output, loss = exchange.join(runs, content, appended, side_effects)

@@ -177,8 +177,10 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
         had_no_room = had_no_room or is_out_of_memory(error)
         return False
 
-    comparison = Comparison(setting.module, step, randomness, call.context, agree, note)
-    found = measured = comparison.measure(call.batch, 2, None)
+    metrics = runner.metrics.calls
+    comparison = Comparison(setting.module, step, randomness, call.context, agree, note, metrics=metrics)
+    with runner.metrics.step():
+        found = measured = comparison.measure(call.batch, 2, None)
     compared = runner.compare_recorded_means(call, note)
     uses_means = True
     if not compared:
@@ -192,7 +194,12 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
         found = LossWeighting(differing=(differing.full, differing.by_samples))
     first = runner.plan.first
     is_nonlinear = first is not None and (first.recording.has_functions or first.recording.has_hooks)
-    weighed = comparison.with_gradients(found, halves(call.batch, 2), is_nonlinear=is_nonlinear)
+    with runner.metrics.step():
+        weighed = comparison.with_gradients(found, halves(call.batch, 2), is_nonlinear=is_nonlinear)
     if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss
         found = weighed
-    return found._replace(unexplained=measured.unexplained), uses_means, not had_no_room
+    # The graph tells what is logged.
+    reductions = found.reductions or tuple(each for each in measured.reductions if len(each[0]) == 3)
+    keys = found.keys | {key for key in measured.keys if len(key) == 3}
+    found = found._replace(keys=keys, reductions=reductions, unexplained=measured.unexplained)
+    return found, uses_means, not had_no_room
