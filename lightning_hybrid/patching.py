@@ -41,21 +41,13 @@ class TemporaryHook(functools.partial[Any]):
 
 
 class Replacement(functools.partial[Any]):
-    """The replacement of one function of one object.
+    """The replacement of one function of one object."""
 
-    Attributes:
-        owner: The object.
-        name: Name of the attribute.
-        own: The previous value in the object's ``__dict__``.
-        reason: Why it is replaced, for ``active_patches``.
-        is_undone: Whether it was undone while a later replacement of the same attribute still calls it.
-    """
-
-    owner: Any
-    name: str
-    own: Any
-    reason: str
-    is_undone: bool
+    owner: Any  # the object
+    name: str  # name of the attribute
+    own: Any  # the previous value in the object's ``__dict__``
+    reason: str  # why it is replaced, for ``active_patches``
+    is_undone: bool  # whether it was undone while a later replacement of the same attribute still calls it
     __wrapped__: Any
 
     def __new__(cls, owner: Any, name: str, function: Callable[..., Any], original: Any, *, reason: str) -> Any:

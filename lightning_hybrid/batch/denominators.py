@@ -26,19 +26,12 @@ _ROUNDING_OF_SINGLE = 1e-6
 
 
 class Count(NamedTuple):
-    """The number of entries of a tensor that are not ignored, or the sum of its entries.
+    """The number of entries of a tensor that are not ignored, or the sum of its entries."""
 
-    Attributes:
-        position: Position of the tensor among those of its batch that have a dimension.
-        ignored: The value of ignored entries; None where the entries are weights.
-        begin: First entry along the last dimension; 1 where labels are shifted by one.
-        end: End along the last dimension; None for all.
-    """
-
-    position: int
-    ignored: float | None
-    begin: int = 0
-    end: int | None = None
+    position: int  # position of the tensor among those of its batch that have a dimension
+    ignored: float | None  # the value of ignored entries; None where the entries are weights
+    begin: int = 0  # first entry along the last dimension; 1 where labels are shifted by one
+    end: int | None = None  # end along the last dimension; None for all
 
     def describe(self, batch: Any) -> str:
         """Describe the count in messages, with the place of its tensor in a batch."""
@@ -70,15 +63,10 @@ class Count(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A scalar of a step for a batch, and for its microbatches.
+    """A scalar of a step for a batch, and for its microbatches."""
 
-    Attributes:
-        full: The scalar of the full batch.
-        parts: The scalars of the microbatches, by partition of the batch.
-    """
-
-    full: float
-    parts: Sequence[Sequence[float]]
+    full: float  # the scalar of the full batch
+    parts: Sequence[Sequence[float]]  # the scalars of the microbatches, by partition of the batch
 
     def errors(self, weights: Sequence[Sequence[float]]) -> list[float]:
         """By partition, the absolute error of the weighted mean over microbatches."""

@@ -122,15 +122,10 @@ _PICKS = frozenset({"__getitem__", "masked_select"})
 
 
 class Share(NamedTuple):
-    """The weight of a mean over a microbatch in that over the batch.
+    """The weight of a mean over a microbatch in that over the batch."""
 
-    Attributes:
-        factor: Factor of its value.
-        divisor: Divisor of its sum.
-    """
-
-    factor: float
-    divisor: float
+    factor: float  # factor of its value
+    divisor: float  # divisor of its sum
 
 
 def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool], *, numbers_read: bool) -> Averages:

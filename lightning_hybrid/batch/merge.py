@@ -281,14 +281,10 @@ class _Merger:
 
 @dataclass(frozen=True)
 class _ArgumentMerger(_Merger):
-    """Merges the arguments of a metric.
+    """Merges the arguments of a metric."""
 
-    Attributes:
-        microbatches: All of them.
-        rows: Numbers of rows, in each microbatch, of arguments that can only be rows: labels have no mean.
-    """
-
-    microbatches: Microbatches = field(default_factory=lambda: Microbatches((), ()))
+    microbatches: Microbatches = field(default_factory=lambda: Microbatches((), ()))  # all of them
+    # numbers of rows, in each microbatch, of arguments that can only be rows: labels have no mean
     rows: frozenset[tuple[int, ...]] = frozenset()
 
     def _plain(self, outputs: list[Any]) -> Any:

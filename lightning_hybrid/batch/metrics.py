@@ -40,18 +40,13 @@ MetricCalls: TypeAlias = dict[int, dict[str, list[MetricCall]]]  # by microbatch
 
 @dataclass
 class _Step:
-    """The calls of one step.
+    """The calls of one step."""
 
-    Attributes:
-        calls: Of this rank.
-        copies: The metrics whose copies this microbatch has called, by FQN.
-        returned: By id of a tensor that a copy has returned: it, the metric, the number of its call, and the leaf.
-        results: Leaves of the results for the full batch, by metric.
-    """
-
-    calls: MetricCalls = field(default_factory=dict)
-    copies: set[str] = field(default_factory=set)
+    calls: MetricCalls = field(default_factory=dict)  # of this rank
+    copies: set[str] = field(default_factory=set)  # the metrics whose copies this microbatch has called, by FQN
+    # by id of a tensor that a copy has returned: it, the metric, the number of its call, and the leaf
     returned: dict[int, tuple[Tensor, tuple[str, int, int]]] = field(default_factory=dict)
+    # leaves of the results for the full batch, by metric
     results: dict[str, list[list[Any]] | None] = field(default_factory=dict)
 
 

@@ -36,23 +36,14 @@ def scalar_nodes(graph: StepGraph) -> frozenset[int]:
 
 
 class _Call(NamedTuple):
-    """One operation on scalars.
+    """One operation on scalars."""
 
-    Attributes:
-        node: The operation.
-        run: Computes it; None if its result depends on more than its arguments.
-        leaves: Leaves of its arguments; an ``_Index`` in place of a value of the step.
-        spec: Containers of the leaves.
-        position: Index of the requested leaf of its result.
-        origin: For calls of metrics, as ``FullBatchMetrics.origin``.
-    """
-
-    node: Node
-    run: Callable[..., Any] | None
-    leaves: list[Any]
-    spec: Spec | None
-    position: int
-    origin: tuple[str, int, int] | None
+    node: Node  # the operation
+    run: Callable[..., Any] | None  # computes it; None if its result depends on more than its arguments
+    leaves: list[Any]  # leaves of its arguments; an ``_Index`` in place of a value of the step
+    spec: Spec | None  # containers of the leaves
+    position: int  # index of the requested leaf of its result
+    origin: tuple[str, int, int] | None  # for calls of metrics, as ``FullBatchMetrics.origin``
 
 
 class _Index(int):
@@ -61,15 +52,10 @@ class _Index(int):
 
 @dataclass
 class ScalarResults:
-    """The scalars that one stage computed in one microbatch.
+    """The scalars that one stage computed in one microbatch."""
 
-    Attributes:
-        values: Scalars and metric values, by value index.
-        calls: The operations that made them, by value index.
-    """
-
-    values: dict[int, Tensor] = field(default_factory=dict)
-    calls: dict[int, _Call] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)  # scalars and metric values, by value index
+    calls: dict[int, _Call] = field(default_factory=dict)  # the operations that made them, by value index
 
     def record(
         self,

@@ -140,21 +140,13 @@ def checked(layout: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The parts of a config that ``verify`` and ``explain`` use.
+    """The parts of a config that ``verify`` and ``explain`` use."""
 
-    Attributes:
-        layout: The layout of its strategy; None if it names another strategy, or none.
-        seed: Its ``seed_everything``, where that is a number.
-        precision: Its precision; None if it names none.
-        arguments: Arguments of the Trainer that are taken over.
-        unused: Names of further arguments of the Trainer that it sets and that may change numbers.
-    """
-
-    layout: Layout | None = None
-    seed: int | None = None
-    precision: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
+    layout: Layout | None = None  # the layout of its strategy; None if it names another strategy, or none
+    seed: int | None = None  # its ``seed_everything``, where that is a number
+    precision: str | None = None  # its precision; None if it names none
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of the Trainer that are taken over
+    unused: tuple[str, ...] = ()  # names of further arguments of the Trainer that it sets and that may change numbers
 
 
 def trainer_config(cli: Any) -> TrainerConfig:

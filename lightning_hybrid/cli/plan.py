@@ -87,21 +87,13 @@ def add_to(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What the arguments say of the search, checked before a module is imported and recorded.
+    """What the arguments say of the search, checked before a module is imported and recorded."""
 
-    Attributes:
-        hardware: Of the cluster.
-        max_memory: Bytes of a device that may be used; all if None.
-        fixed: Fields of a layout that are not chosen.
-        explained: Options of the layout to explain, if there is one.
-        measured: Of a run, by which predictions are corrected.
-    """
-
-    hardware: Hardware
-    max_memory: float | None
-    fixed: dict[str, Any]
-    explained: dict[str, Any] | None
-    measured: MeasuredCosts | None
+    hardware: Hardware  # of the cluster
+    max_memory: float | None  # bytes of a device that may be used; all if None
+    fixed: dict[str, Any]  # fields of a layout that are not chosen
+    explained: dict[str, Any] | None  # options of the layout to explain, if there is one
+    measured: MeasuredCosts | None  # of a run, by which predictions are corrected
 
 
 def run(parsed: argparse.Namespace) -> int:

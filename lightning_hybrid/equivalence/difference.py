@@ -16,13 +16,9 @@ _BLOCK = 2**15  # elements that are compared together: they stay in the cache of
 
 
 class Difference(str):
-    """A difference between two values, in words.
+    """A difference between two values, in words."""
 
-    Attributes:
-        relative: The relative difference of numbers; infinite for other differences.
-    """
-
-    relative: float = math.inf
+    relative: float = math.inf  # the relative difference of numbers; infinite for other differences
 
 
 def difference_of(found: Any, wanted: Any, tolerance: float, *, full: Tensor | None = None) -> Difference | None:

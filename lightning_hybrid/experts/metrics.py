@@ -41,20 +41,13 @@ def entropy_of_load(load: Tensor) -> Tensor:
 
 
 class OfReports(Metric, ABC):
-    """Base class: accumulates the reports of one layer.
-
-    Attributes:
-        load: [E] number of (token, expert) pairs routed to each expert, before drops.
-        dropped: Number of dropped pairs.
-        entropy: Sum over reports of the router's mean entropy, in nats.
-        count: Number of reports.
-    """
+    """Base class: accumulates the reports of one layer."""
 
     full_state_update = False
-    load: Tensor
-    dropped: Tensor
-    entropy: Tensor
-    count: Tensor
+    load: Tensor  # [E] number of (token, expert) pairs routed to each expert, before drops
+    dropped: Tensor  # number of dropped pairs
+    entropy: Tensor  # sum over reports of the router's mean entropy, in nats
+    count: Tensor  # number of reports
 
     def __init__(self, num_experts: int, **options: Any) -> None:
         """Creates the metric for a layer of ``num_experts``; ``options`` go to ``torchmetrics.Metric``.

@@ -32,24 +32,17 @@ MAX_SHARED_FRACTION = 0.5
 
 @dataclass(frozen=True)
 class Assignment:
-    """The stage of each node, value and parameter of one step graph.
+    """The stage of each node, value and parameter of one step graph."""
 
-    Attributes:
-        graph: The graph.
-        num_stages: Number of stages.
-        node_stage: Stage of each node.
-        value_stage: Stage on which each value is made.
-        holders: For each parameter read, the stages that read it, ascending; the first one owns it.
-        portals: For each pair (source, target) of stages the values sent, ascending.
-        sinks: The stage that updates each metric, by its pseudo-parameter.
-    """
-
-    graph: StepGraph
-    num_stages: int
-    node_stage: tuple[int, ...]
-    value_stage: tuple[int, ...]
+    graph: StepGraph  # the graph
+    num_stages: int  # number of stages
+    node_stage: tuple[int, ...]  # stage of each node
+    value_stage: tuple[int, ...]  # stage on which each value is made
+    # for each parameter read, the stages that read it, ascending; the first one owns it
     holders: Mapping[str, tuple[int, ...]]
+    # for each pair (source, target) of stages the values sent, ascending
     portals: Mapping[tuple[int, int], tuple[int, ...]]
+    # the stage that updates each metric, by its pseudo-parameter
     sinks: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -19,24 +19,16 @@ SINK = "metric:"  # prefix of the pseudo-parameters that stand for the state of 
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor of the step.
+    """One tensor of the step."""
 
-    Attributes:
-        index: Number of the value; also its index in ``StepGraph.values``.
-        shape: Its shape in the recorded run.
-        dtype: Name of its torch dtype, such as ``"float32"``.
-        stride: Its strides, in elements.
-        requires_grad: Whether a gradient flows back through it.
-        dynamic: Whether its shape depends on data and not on the batch's shapes alone; it then travels with a header.
-        device: Its device on the rank that recorded it, such as "cpu" after ``.cpu()``; empty for the rank's device.
-    """
-
-    index: int
-    shape: tuple[int, ...]
-    dtype: str
-    stride: tuple[int, ...]
-    requires_grad: bool
+    index: int  # number of the value; also its index in ``StepGraph.values``
+    shape: tuple[int, ...]  # its shape in the recorded run
+    dtype: str  # name of its torch dtype, such as ``"float32"``
+    stride: tuple[int, ...]  # its strides, in elements
+    requires_grad: bool  # whether a gradient flows back through it
+    # whether its shape depends on data and not on the batch's shapes alone; it then travels with a header
     dynamic: bool = False
+    # its device on the rank that recorded it, such as "cpu" after ``.cpu()``; empty for the rank's device
     device: str = ""
 
     @property
@@ -52,47 +44,28 @@ Averages: TypeAlias = Literal["", "classes", "elements", "rows", "divisor", "pro
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of the glue code, or one call of a unit.
+    """One operation of the glue code, or one call of a unit."""
 
-    Attributes:
-        index: Position in the order of execution.
-        name: Name of the operation, or ``@`` and the FQN of the unit.
-        inputs: Indices of the values read.
-        parameters: FQNs of the parameters and tracked buffers read (for a unit: all that it has).
-        reads: Values used as Python numbers (``h * scale.item()``); they are no arguments but must be available.
-        outputs: Indices of the values made, those of mutated inputs included.
-        written: FQNs of the parameters and tracked buffers written in place.
-        aliases: Values that are no inputs but whose memory it writes, through a view.
-        together: Earlier nodes that must run on the stage of this one, as it differentiates through them.
-        flops: Floating-point operations of its forward.
-        step_flops: Those of its forward and of its backward, without recomputation.
-        moved_bytes: Bytes written by its forward.
-        saved_bytes: Bytes that it saves for its backward, without values of the graph.
-        saved_values: Values that it saves for its backward; of several that share memory, the first.
-        line: Position in user code, ``file:line``.
-        selects_rows: Whether it selects rows of the first dimension by their indices.
-        sized_by: Source of its result's size besides shapes; empty if shapes determine it.
-        averages: Kind of average over the batch, or of a factor of it (``batch.means``); empty if none.
-    """
-
-    index: int
-    name: str
-    inputs: tuple[int, ...]
-    parameters: tuple[str, ...]
-    outputs: tuple[int, ...]
-    written: tuple[str, ...] = ()
-    aliases: tuple[int, ...] = ()
+    index: int  # position in the order of execution
+    name: str  # name of the operation, or ``@`` and the FQN of the unit
+    inputs: tuple[int, ...]  # indices of the values read
+    parameters: tuple[str, ...]  # FQNs of the parameters and tracked buffers read (for a unit: all that it has)
+    outputs: tuple[int, ...]  # indices of the values made, those of mutated inputs included
+    written: tuple[str, ...] = ()  # FQNs of the parameters and tracked buffers written in place
+    aliases: tuple[int, ...] = ()  # values that are no inputs but whose memory it writes, through a view
+    # values used as Python numbers (``h * scale.item()``); they are no arguments but must be available
     reads: tuple[int, ...] = ()
+    # earlier nodes that must run on the stage of this one, as it differentiates through them
     together: tuple[int, ...] = ()
-    flops: float = 0.0
-    step_flops: float = 0.0
-    moved_bytes: float = 0.0
-    saved_bytes: int = 0
-    saved_values: tuple[int, ...] = ()
-    line: str = ""
-    selects_rows: bool = False
-    sized_by: SizedBy = ""
-    averages: Averages = ""
+    flops: float = 0.0  # floating-point operations of its forward
+    step_flops: float = 0.0  # those of its forward and of its backward, without recomputation
+    moved_bytes: float = 0.0  # bytes written by its forward
+    saved_bytes: int = 0  # bytes that it saves for its backward, without values of the graph
+    saved_values: tuple[int, ...] = ()  # values that it saves for its backward; of several that share memory, the first
+    line: str = ""  # position in user code, ``file:line``
+    selects_rows: bool = False  # whether it selects rows of the first dimension by their indices
+    sized_by: SizedBy = ""  # source of its result's size besides shapes; empty if shapes determine it
+    averages: Averages = ""  # kind of average over the batch, or of a factor of it (``batch.means``); empty if none
 
     @property
     def unit(self) -> str | None:
@@ -102,31 +75,20 @@ class Node:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The graph of one recorded step.
+    """The graph of one recorded step."""
 
-    Attributes:
-        step: Name of the step, such as ``"training_step"``.
-        nodes: In the order of execution.
-        values: By index.
-        parameter_bytes: Size of each parameter and tracked buffer that a node reads, by FQN.
-        returned: Values among the leaves of the step's return value.
-        loss: The value that the backward starts from; None for steps without one.
-        kept: Values that stay reachable from the module after the step.
-        cloned: Values whose tensor is written in place after they were made; a portal must send a copy.
-        draws: FQNs of modules that draw random numbers themselves.
-        buffers: FQNs of the tracked buffers among the parameters of nodes.
-    """
-
-    step: str
-    nodes: tuple[Node, ...]
-    values: tuple[Value, ...]
+    step: str  # name of the step, such as ``"training_step"``
+    nodes: tuple[Node, ...]  # in the order of execution
+    values: tuple[Value, ...]  # by index
+    # size of each parameter and tracked buffer that a node reads, by FQN
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
-    returned: tuple[int, ...] = ()
-    loss: int | None = None
-    kept: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()  # values among the leaves of the step's return value
+    loss: int | None = None  # the value that the backward starts from; None for steps without one
+    kept: tuple[int, ...] = ()  # values that stay reachable from the module after the step
+    # values whose tensor is written in place after they were made; a portal must send a copy
     cloned: frozenset[int] = frozenset()
-    draws: tuple[str, ...] = ()
-    buffers: frozenset[str] = frozenset()
+    draws: tuple[str, ...] = ()  # FQNs of modules that draw random numbers themselves
+    buffers: frozenset[str] = frozenset()  # FQNs of the tracked buffers among the parameters of nodes
 
     @cached_property
     def makers(self) -> Mapping[int, Node]:

@@ -180,27 +180,16 @@ class Head:
 
 @dataclass(frozen=True)
 class RowLoss:
-    """A loss of rows of logits and their targets.
+    """A loss of rows of logits and their targets."""
 
-    Attributes:
-        function: ``cross_entropy`` or ``nll_loss``.
-        class_weight: Of shape (vocabulary,), or None.
-        ignore_index: The target of rows without a loss.
-        reduction: "mean", "sum" or "none".
-        options: Further keyword arguments of the function.
-        row_ops: Applied to the logits first, such as a cast; each works on every row by itself.
-        autocast: As at the call.
-        vocabulary: The rows of the head's weight that this rank has.
-    """
-
-    function: Callable[..., Tensor]
-    class_weight: Tensor | None
-    ignore_index: int
-    reduction: str
-    options: dict[str, Any]
-    row_ops: tuple[RowOp, ...]
-    autocast: Autocast
-    vocabulary: FullRows
+    function: Callable[..., Tensor]  # ``cross_entropy`` or ``nll_loss``
+    class_weight: Tensor | None  # of shape (vocabulary,), or None
+    ignore_index: int  # the target of rows without a loss
+    reduction: str  # "mean", "sum" or "none"
+    options: dict[str, Any]  # further keyword arguments of the function
+    row_ops: tuple[RowOp, ...]  # applied to the logits first, such as a cast; each works on every row by itself
+    autocast: Autocast  # as at the call
+    vocabulary: FullRows  # the rows of the head's weight that this rank has
 
     def of(self, logits: Tensor, target: Tensor) -> Tensor:
         """The sum, or the loss of each row without a reduction, for logits of shape (rows, vocabulary)."""

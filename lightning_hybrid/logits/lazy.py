@@ -64,22 +64,15 @@ class HeadCall:
 
 
 class LazyLogits(ShardedTensorBase):
-    """Logits that are computed when they are read.
+    """Logits that are computed when they are read."""
 
-    Attributes:
-        call: The call of the head.
-        rows: The hidden states of these logits, of the same shape but for the features in the last dim; the dims other
-            than the vocabulary are in the same order.
-        row_ops: Applied to logits of shape (rows, vocabulary) that a linear makes of the rows.
-        class_dim: The dim of the vocabulary: the last one, or 1 as losses of several dims expect it.
-        is_detached: Whether no gradient flows back.
-    """
-
-    call: HeadCall
+    call: HeadCall  # the call of the head
+    # the hidden states of these logits, of the same shape but for the features in the last dim; the dims other than the
+    # vocabulary are in the same order
     rows: Tensor
-    row_ops: tuple[RowOp, ...]
-    class_dim: int
-    is_detached: bool
+    row_ops: tuple[RowOp, ...]  # applied to logits of shape (rows, vocabulary) that a linear makes of the rows
+    class_dim: int  # the dim of the vocabulary: the last one, or 1 as losses of several dims expect it
+    is_detached: bool  # whether no gradient flows back
     _ops: tuple[RowOp, ...]  # from the call's result to this tensor
     _origin: LazyLogits | None  # what the last of these was applied to
     _full: Tensor | None

@@ -75,30 +75,20 @@ def _full_stride(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
 
 @dataclass
 class _Memory:
-    """The state that all shards share that are views of one tensor.
+    """The state that all shards share that are views of one tensor."""
 
-    Attributes:
-        writes: How often one of them was written.
-        exposed: Full tensors that user code has views of, each with its local shard and the sharded dim. Writes to the
-            full tensor are copied to the shard before that is used, and the other way round.
-    """
-
-    writes: int = 0
+    writes: int = 0  # how often one of them was written
+    # full tensors that user code has views of, each with its local shard and the sharded dim. Writes to the full tensor
+    # are copied to the shard before that is used, and the other way round.
     exposed: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
 
 class VocabularyShard(ShardedTensorBase):
-    """A tensor of the full shape that holds this rank's rows of the vocabulary.
+    """A tensor of the full shape that holds this rank's rows of the vocabulary."""
 
-    Attributes:
-        cut_dim: The dim that is sharded.
-        vocabulary: The ranges of rows.
-        sums: Sums along the sharded dim of the full tensor, where they are available without communication.
-    """
-
-    cut_dim: int
-    vocabulary: Vocabulary
-    sums: Tensor | None
+    cut_dim: int  # the dim that is sharded
+    vocabulary: Vocabulary  # the ranges of rows
+    sums: Tensor | None  # sums along the sharded dim of the full tensor, where they are available without communication
     _local: Tensor
     _memory: _Memory
     _gathered: tuple[Tensor, int] | None

@@ -18,19 +18,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of a full tensor that is also a box of a rank's local shard.
+    """A box of a full tensor that is also a box of a rank's local shard."""
 
-    Attributes:
-        offsets: In the full tensor.
-        local: Offsets in the local shard.
-        sizes: Extent of the box, in both.
-        is_first: Whether this is the first rank that holds it along each axis that shards the tensor.
-    """
-
-    offsets: Shape
-    local: Shape
-    sizes: Shape
-    is_first: bool = True
+    offsets: Shape  # in the full tensor
+    local: Shape  # offsets in the local shard
+    sizes: Shape  # extent of the box, in both
+    is_first: bool = True  # whether this is the first rank that holds it along each axis that shards the tensor
 
     def of(self, shard: Tensor) -> Tensor:
         """The box, of shape ``sizes``, as a view of the local shard."""
@@ -46,15 +39,10 @@ class ShardBox:
 
 @dataclass(frozen=True)
 class ShardBoxes:
-    """A rank's local shard of a tensor, as boxes.
+    """A rank's local shard of a tensor, as boxes."""
 
-    Attributes:
-        shape: Of the local shard.
-        spans: The boxes of the full tensor that it consists of.
-    """
-
-    shape: Shape
-    spans: tuple[ShardBox, ...]
+    shape: Shape  # of the local shard
+    spans: tuple[ShardBox, ...]  # the boxes of the full tensor that it consists of
 
 
 def shard_of(shardings: Sequence[AxisSharding], name: str, shape: Sequence[int]) -> ShardBoxes:

@@ -94,21 +94,17 @@ class ReadGuards:
 
 
 class GatherCallbacks(NamedTuple):
-    """Callbacks that gather and update one guarded parameter.
+    """Callbacks that gather and update one guarded parameter."""
 
-    Attributes:
-        guards: The switch of this run.
-        full: Returns the full tensor of a parameter; it may call ``unguard`` and return the parameter itself.
-        on_access: Called with the parameter, a full tensor that user code references or has written, and whether
-            it got that by ``.data``, where autograd does not count writes.
-        gradient: Returns the full gradient of a parameter; its ``.grad`` if None.
-        set_gradient: Called with a parameter and the full gradient to set, or None for none; sets ``.grad`` if None.
-    """
-
-    guards: ReadGuards
+    guards: ReadGuards  # the switch of this run
+    # returns the full tensor of a parameter; it may call ``unguard`` and return the parameter itself
     full: Callable[[nn.Parameter], Tensor]
+    # called with the parameter, a full tensor that user code references or has written, and whether it got that by
+    # ``.data``, where autograd does not count writes
     on_access: Callable[[nn.Parameter, Tensor, bool], None] = lambda parameter, full, by_data: None
+    # returns the full gradient of a parameter; its ``.grad`` if None
     gradient: Callable[[nn.Parameter], Tensor | None] | None = None
+    # called with a parameter and the full gradient to set, or None for none; sets ``.grad`` if None
     set_gradient: Callable[[nn.Parameter, Tensor | None], None] | None = None
 
 

@@ -29,19 +29,12 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous range of the sharded dim.
+    """A contiguous range of the sharded dim."""
 
-    Attributes:
-        length: Its size in the full parameter.
-        parts: Number of its shards; divides the number of ranks, and the length if shards are equal.
-        uneven: Whether the last shards may be smaller than the others.
-        owner: The rank that holds all of it, if one does; it then has a shard per rank, and is uneven.
-    """
-
-    length: int
-    parts: int
-    uneven: bool = False
-    owner: int | None = None
+    length: int  # its size in the full parameter
+    parts: int  # number of its shards; divides the number of ranks, and the length if shards are equal
+    uneven: bool = False  # whether the last shards may be smaller than the others
+    owner: int | None = None  # the rank that holds all of it, if one does; it then has a shard per rank, and is uneven
 
     def __post_init__(self) -> None:
         if self.uneven and self.parts >= 1:

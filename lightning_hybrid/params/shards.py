@@ -28,18 +28,13 @@ from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent
 
 @dataclass(frozen=True)
 class AxisSharding:
-    """The parameters that one axis of the mesh shards.
+    """The parameters that one axis of the mesh shards."""
 
-    Attributes:
-        group: The ranks along the axis.
-        placements: Of each sharded parameter, by FQN; they shard what the axes before this one leave of it.
-        axis: Name of the axis on the mesh.
-        places: Coordinates of this rank, by the base axes that it consists of: two sharding axes may share some.
-    """
-
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # the ranks along the axis
+    # of each sharded parameter, by FQN; they shard what the axes before this one leave of it
     placements: Mapping[str, Shard]
-    axis: str = ""
+    axis: str = ""  # name of the axis on the mesh
+    # coordinates of this rank, by the base axes that it consists of: two sharding axes may share some
     places: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -33,36 +33,23 @@ def keys_of(names: Iterable[str]) -> Iterator[Key]:
 
 @dataclass
 class Entry:
-    """One call of ``self.log`` over all microbatches.
+    """One call of ``self.log`` over all microbatches."""
 
-    Attributes:
-        name: The logged key.
-        metric: The Metric object logged, if it was one; its value is that of the step.
-        guesses: By microbatch, a Python number computed from a recorded size, which another rank may know exactly;
-            ``ABSENT`` otherwise.
-        other: The logged object, if it is no number at all; an overridden ``log`` may accept it.
-        value: Index of the logged value in the step graph, if it is one.
-        kwargs: The other arguments of the call, those of the last microbatch.
-        values: By microbatch; ``ABSENT`` where the value is on another rank, or was not logged.
-        sizes: The ``batch_size`` argument, by microbatch.
-        origin: The call of a metric that has returned the logged value, if one has.
-        is_python: Whether a Python number was logged.
-        is_integer: Whether an integer tensor was logged: a count.
-        dtype: The dtype of the logged tensor, at least torch's default; numbers have the default, as in Lightning.
-    """
-
-    name: str
-    metric: Metric | None
-    kwargs: dict[str, Any]
-    values: list[float]
-    sizes: list[int | None]
+    name: str  # the logged key
+    metric: Metric | None  # the Metric object logged, if it was one; its value is that of the step
+    kwargs: dict[str, Any]  # the other arguments of the call, those of the last microbatch
+    values: list[float]  # by microbatch; ``ABSENT`` where the value is on another rank, or was not logged
+    sizes: list[int | None]  # the ``batch_size`` argument, by microbatch
+    # the dtype of the logged tensor, at least torch's default; numbers have the default, as in Lightning
     dtype: torch.dtype = torch.float32
+    # by microbatch, a Python number computed from a recorded size, which another rank may know exactly; ``ABSENT``
+    # otherwise
     guesses: list[float] = field(default_factory=list)
-    other: Any = NUMBER
-    value: int | None = None
-    origin: Any = None
-    is_python: bool = False
-    is_integer: bool = False
+    other: Any = NUMBER  # the logged object, if it is no number at all; an overridden ``log`` may accept it
+    value: int | None = None  # index of the logged value in the step graph, if it is one
+    origin: Any = None  # the call of a metric that has returned the logged value, if one has
+    is_python: bool = False  # whether a Python number was logged
+    is_integer: bool = False  # whether an integer tensor was logged: a count
 
     @property
     def is_number(self) -> bool:

@@ -55,19 +55,12 @@ MeanWeights = Sequence[Mapping[int, Share]]
 
 
 class ComparedLoss(NamedTuple):
-    """The loss of a batch, and of its microbatches by two weightings.
+    """The loss of a batch, and of its microbatches by two weightings."""
 
-    Attributes:
-        full: The loss of the batch.
-        by_means: With the weights of recorded means.
-        by_samples: All of it weighted by samples.
-        dtype: The dtype in which the losses were rounded.
-    """
-
-    full: float
-    by_means: float
-    by_samples: float
-    dtype: torch.dtype
+    full: float  # the loss of the batch
+    by_means: float  # with the weights of recorded means
+    by_samples: float  # all of it weighted by samples
+    dtype: torch.dtype  # the dtype in which the losses were rounded
 
     def agrees(self, other: float) -> bool:
         """Whether a loss of the microbatches equals the batch's."""
@@ -76,15 +69,10 @@ class ComparedLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class _EvenCounts:
-    """A batch whose microbatches had equal counts of labels per sample; so do others in which no label is ignored.
+    """A batch whose microbatches had equal counts of labels per sample; so do others in which no label is ignored."""
 
-    Attributes:
-        state: Attributes of the modules around units at that time.
-        ignored: The labels that do not count.
-    """
-
-    state: list[Any]
-    ignored: frozenset[int]
+    state: list[Any]  # attributes of the modules around units at that time
+    ignored: frozenset[int]  # the labels that do not count
 
 
 # Of 46 modules of the conformance suite two have such means in 4 microbatches (MultiHorizon, DeepLab). It stays beside
@@ -340,17 +328,12 @@ def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[in
 
 
 class DenominatorReplay(StageReplay):
-    """A stage without operations; counts the elements, rows or labels of each mean.
+    """A stage without operations; counts the elements, rows or labels of each mean."""
 
-    Attributes:
-        counts: Denominators of the latest run, by node index.
-        labels: Number of labels of a node if they are a tensor of the batch, and the ignored label, by node index.
-        memory: ``storage_id`` of the tensors in the batch; set before a run.
-    """
-
-    counts: dict[int, Tensor | float]
+    counts: dict[int, Tensor | float]  # denominators of the latest run, by node index
+    # number of labels of a node if they are a tensor of the batch, and the ignored label, by node index
     labels: dict[int, tuple[int, int]]
-    memory: frozenset[int]
+    memory: frozenset[int]  # ``storage_id`` of the tensors in the batch; set before a run
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
         """Create a function mode that counts; ``received`` are tensors of other stages by index, of any shapes."""

@@ -48,28 +48,24 @@ _LEAST = 1e-2  # gradients smaller than this share of the largest are compared w
 
 
 class LossWeighting(NamedTuple):
-    """The weighting of the parts of a batch in its loss.
+    """The weighting of the parts of a batch in its loss."""
 
-    Attributes:
-        counts: Counts by which parts weigh; several if they have agreed so far; by samples if empty.
-        keys: Logged keys, and arguments of metrics, that weigh by samples even so.
-        differing: The loss of the batch, and the mean of its parts' losses by samples, if they differ.
-        loss: The losses of the batch and its parts; None where they could not be computed.
-        scales_gradients: Whether parts weigh where their gradients reach a parameter (``ParameterGradients``), as
-            measured; None where both ways to weigh give the gradients of the batch, or were not compared.
-        norms: The norm of the gradients of the batch, and of those of its parts, if no weights give the former.
-        reductions: What logged keys, and numbers that metrics are called with, of the batch are of those of its parts:
-            their "mean", "sum", "max" or "min".
-        unexplained: Those of the batch that are none of these, with their number and the mean of those of parts.
-    """
-
+    # counts by which parts weigh; several if they have agreed so far; by samples if empty
     counts: tuple[Count, ...] = ()
+    # logged keys, and arguments of metrics, that weigh by samples even so
     keys: frozenset[Key | Argument] = frozenset()
+    # the loss of the batch, and the mean of its parts' losses by samples, if they differ
     differing: tuple[float, float] | None = None
-    loss: Mean | None = None
+    loss: Mean | None = None  # the losses of the batch and its parts; None where they could not be computed
+    # whether parts weigh where their gradients reach a parameter (``ParameterGradients``), as measured; None where both
+    # ways to weigh give the gradients of the batch, or were not compared
     scales_gradients: bool | None = None
+    # the norm of the gradients of the batch, and of those of its parts, if no weights give the former
     norms: tuple[float, float] | None = None
+    # what logged keys, and numbers that metrics are called with, of the batch are of those of its parts: their "mean",
+    # "sum", "max" or "min"
     reductions: tuple[tuple[Key | Argument, str], ...] = ()
+    # those of the batch that are none of these, with their number and the mean of those of parts
     unexplained: tuple[tuple[Key | Argument, float, float], ...] = ()
 
     @property
@@ -114,25 +110,16 @@ class Comparison:
     """Runs a step on a batch and on its parts, to compare them. All effects of the step are rolled back.
 
     A step that draws random numbers, or returns no loss, is not compared.
-
-    Attributes:
-        root: The user's module; this rank can run it.
-        step: The user's step, of a batch.
-        randomness: Its generators are restored.
-        context: Entered around each run of the step.
-        any_rank: Returns whether a condition holds on any rank.
-        is_fatal: Whether an error of the step is raised; otherwise nothing is compared.
-        around_backward: Entered around each backward.
-        metrics: Copies of these are called inside of a step; what they return is no mean over parts.
     """
 
-    root: nn.Module
-    step: Callable[[Any], Any]
-    randomness: KeyedRandomness
-    context: Callable[[], AbstractContextManager[Any]]
-    any_rank: Callable[[bool], bool]
-    is_fatal: Callable[[Exception], bool]
-    around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    root: nn.Module  # the user's module; this rank can run it
+    step: Callable[[Any], Any]  # the user's step, of a batch
+    randomness: KeyedRandomness  # its generators are restored
+    context: Callable[[], AbstractContextManager[Any]]  # entered around each run of the step
+    any_rank: Callable[[bool], bool]  # returns whether a condition holds on any rank
+    is_fatal: Callable[[Exception], bool]  # whether an error of the step is raised; otherwise nothing is compared
+    around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # entered around each backward
+    # copies of these are called inside of a step; what they return is no mean over parts
     metrics: FullBatchMetrics = field(default_factory=FullBatchMetrics)
 
     def measure(self, batch: Any, count: int, splitter: BatchSplitter | None) -> LossWeighting:

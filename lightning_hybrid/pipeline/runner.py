@@ -24,17 +24,12 @@ from lightning_hybrid.techniques.technique import Active
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """The result of one step, the same on every rank of the pipeline.
+    """The result of one step, the same on every rank of the pipeline."""
 
-    Attributes:
-        output: The return value of the user's step, joined over the microbatches; detached.
-        loss: The mean loss, a scalar weighted by samples; None for steps without a backward, or that returned none.
-        logs: Each logged key with its value for the full batch and the arguments of the call.
-    """
-
-    output: Any
+    output: Any  # the return value of the user's step, joined over the microbatches; detached
+    # the mean loss, a scalar weighted by samples; None for steps without a backward, or that returned none
     loss: Tensor | None
-    logs: list[tuple[Entry, float]]
+    logs: list[tuple[Entry, float]]  # each logged key with its value for the full batch and the arguments of the call
 
 
 class MicrobatchRunner(ABC):

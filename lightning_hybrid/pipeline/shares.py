@@ -44,25 +44,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The share of a batch that one rank runs.
+    """The share of a batch that one rank runs."""
 
-    Attributes:
-        microbatches: Run one after the other.
-        weights: Their fractions of the samples; over all ranks they sum to 1.
-        loss_weights: The weights of their losses in that of the full batch; over all ranks they sum to 1.
-        first: Index of the first microbatch among those of the full batch.
-        total: Number of microbatches of the full batch.
-        ranks: Number of ranks that share the batch; 1 if each of them runs all of it.
-        checksum: Checksum of the full batch.
-    """
-
-    microbatches: Sequence[Any]
-    weights: Sequence[float]
-    loss_weights: Sequence[float]
-    first: int = 0
-    total: int = 1
-    ranks: int = 1
-    checksum: int = 0
+    microbatches: Sequence[Any]  # run one after the other
+    weights: Sequence[float]  # their fractions of the samples; over all ranks they sum to 1
+    loss_weights: Sequence[float]  # the weights of their losses in that of the full batch; over all ranks they sum to 1
+    first: int = 0  # index of the first microbatch among those of the full batch
+    total: int = 1  # number of microbatches of the full batch
+    ranks: int = 1  # number of ranks that share the batch; 1 if each of them runs all of it
+    checksum: int = 0  # checksum of the full batch
 
     @property
     def is_complete(self) -> bool:
@@ -178,37 +168,25 @@ RUNS_OTHER_LINES, CHANGES_MODULES = 1, 2  # values of ``MicrobatchResults.news``
 
 @dataclass
 class MicrobatchResults:
-    """The results of a step, by microbatch.
+    """The results of a step, by microbatch."""
 
-    Attributes:
-        weights: Weights of the microbatches by samples.
-        loss_weights: Weights of their losses.
-        by_samples: Logged keys, and arguments of metrics, that weigh by samples even where the loss does not.
-        entries: Logged entries, with a value per microbatch; ``ABSENT`` where one has not logged it.
-        losses: None where a microbatch has returned none.
-        sizes: Numbers of samples.
-        outputs: Return values, detached; empty if no code reads them.
-        appended: Entries appended to lists of the user's modules.
-        news: ``CHANGES_MODULES`` if it has changed the modules by its batch in another way; ``RUNS_OTHER_LINES`` if it
-            has run other lines of code than before; else 0.
-        calls: The lines of code that it has run.
-        checksum: Checksum of the full batch.
-        reductions: What these of the batch are of those of the microbatches, where that is known.
-        metric_calls: Calls of metrics, which these make with the full batch in the end.
-    """
-
-    weights: list[float]
-    loss_weights: list[float]
+    weights: list[float]  # weights of the microbatches by samples
+    loss_weights: list[float]  # weights of their losses
+    # logged keys, and arguments of metrics, that weigh by samples even where the loss does not
     by_samples: frozenset[Key | Argument]
-    entries: list[Entry]
-    losses: list[float | None]
-    sizes: list[int | None]
-    outputs: list[Any]
-    appended: Rows = field(default_factory=dict)
+    entries: list[Entry]  # logged entries, with a value per microbatch; ``ABSENT`` where one has not logged it
+    losses: list[float | None]  # none where a microbatch has returned none
+    sizes: list[int | None]  # numbers of samples
+    outputs: list[Any]  # return values, detached; empty if no code reads them
+    appended: Rows = field(default_factory=dict)  # entries appended to lists of the user's modules
+    # ``CHANGES_MODULES`` if it has changed the modules by its batch in another way; ``RUNS_OTHER_LINES`` if it has run
+    # other lines of code than before; else 0
     news: int = 0
-    calls: frozenset[int] = frozenset()
-    checksum: int = 0
+    calls: frozenset[int] = frozenset()  # the lines of code that it has run
+    checksum: int = 0  # checksum of the full batch
+    # what these of the batch are of those of the microbatches, where that is known
     reductions: Mapping[Key | Argument, str] = field(default_factory=dict)
+    # calls of metrics, which these make with the full batch in the end
     metric_calls: MetricCalls = field(default_factory=dict)
 
     def joined_output(self, step: str) -> Any:

@@ -40,17 +40,11 @@ _STAGES = 4  # an nn.Sequential with more parameters than one of so many stages 
 
 @dataclass(frozen=True)
 class RecordedCosts:
-    """What the planner needs to know of a module.
+    """What the planner needs to know of a module."""
 
-    Attributes:
-        costs: Of its training step.
-        number_format: Of its parameters and of its optimizer's states.
-        samples: Samples of a batch of its loader.
-    """
-
-    costs: ModelCosts
-    number_format: NumberFormat
-    samples: int
+    costs: ModelCosts  # of its training step
+    number_format: NumberFormat  # of its parameters and of its optimizer's states
+    samples: int  # samples of a batch of its loader
 
 
 class _LayerRecording:
@@ -198,21 +192,13 @@ _HOLDERS = (DataLoader, Dataset, pl.LightningDataModule, pl.LightningModule)
 
 @dataclass(frozen=True)
 class CopiesOnTwoRanks:
-    """Plans copies of a module, without storage for its parameters, on two ranks.
+    """Plans copies of a module, without storage for its parameters, on two ranks."""
 
-    Attributes:
-        namespace: That of Lightning to which the module belongs.
-        module: The user's module.
-        fit_arguments: Arguments of ``Trainer.fit``.
-        options: Arguments of the strategy.
-        precision: Lightning's name of the precision.
-    """
-
-    namespace: ModuleType
-    module: Any
-    fit_arguments: Mapping[str, Any]
-    options: Mapping[str, Any]
-    precision: str
+    namespace: ModuleType  # that of Lightning to which the module belongs
+    module: Any  # the user's module
+    fit_arguments: Mapping[str, Any]  # arguments of ``Trainer.fit``
+    options: Mapping[str, Any]  # arguments of the strategy
+    precision: str  # lightning's name of the precision
 
     def why_no_stages(self) -> str:
         """Return why the step cannot be run in two stages; "" if it can, or if that cannot be told."""

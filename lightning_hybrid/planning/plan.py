@@ -55,33 +55,19 @@ _UNKNOWN = RecordedBatch(None, 1)
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run would do, decided before anything is sharded.
+    """What a run would do, decided before anything is sharded."""
 
-    Attributes:
-        run: As the first rank has it; its process groups are gone.
-        partition: The decisions on it; None where no runner is needed.
-        optimizers: Of the Trainer.
-        recorded: The recorded step of a run without stages.
-        failures: Why that step could not be recorded, of each attempt that failed.
-        batch: The batch of a replica, and its microbatches.
-        sample_elements: Elements of the tensors of one of its samples; 0 if unknown.
-        table: The table that a run prints at its start, without the environment.
-        techniques: Its lines on ZeRO, offload, recomputation and compiled layers.
-        memory: Estimated, of each pipeline rank.
-        memory_without_techniques: The same without ZeRO and recomputation.
-    """
-
-    run: Run
-    partition: ModulePartition | None
-    optimizers: Sequence[Optimizer]
-    recorded: Assignment | None = None
-    failures: Sequence[Exception] = ()
-    batch: RecordedBatch = field(default=_UNKNOWN)
-    sample_elements: float = 0.0
-    table: str = ""
-    techniques: Sequence[str] = ()
-    memory: Sequence[RankMemory] = ()
-    memory_without_techniques: Sequence[RankMemory] = ()
+    run: Run  # as the first rank has it; its process groups are gone
+    partition: ModulePartition | None  # the decisions on it; None where no runner is needed
+    optimizers: Sequence[Optimizer]  # of the Trainer
+    recorded: Assignment | None = None  # the recorded step of a run without stages
+    failures: Sequence[Exception] = ()  # why that step could not be recorded, of each attempt that failed
+    batch: RecordedBatch = field(default=_UNKNOWN)  # the batch of a replica, and its microbatches
+    sample_elements: float = 0.0  # elements of the tensors of one of its samples; 0 if unknown
+    table: str = ""  # the table that a run prints at its start, without the environment
+    techniques: Sequence[str] = ()  # its lines on ZeRO, offload, recomputation and compiled layers
+    memory: Sequence[RankMemory] = ()  # estimated, of each pipeline rank
+    memory_without_techniques: Sequence[RankMemory] = ()  # the same without ZeRO and recomputation
 
     def __str__(self) -> str:
         """The start table."""
@@ -121,23 +107,15 @@ def _record(run: Run, failures: list[Exception]) -> Assignment | None:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """How a run is planned.
+    """How a run is planned."""
 
-    Attributes:
-        num_nodes: The number of nodes, which divides the number of ranks.
-        has_storage: Whether parameters have storage; wide layers are searched on narrow copies alone if not.
-        first_microbatch: Whether the first microbatch stands for all of them while the step is recorded.
-        describes: Whether to describe the run: its table, and its memory.
-        record: Records the step of a run without stages, and adds the error of each attempt to a list.
-        on_phase: Receives the name of each phase as it begins.
-    """
-
-    num_nodes: int = 1
-    has_storage: bool = True
-    first_microbatch: bool = False
-    describes: bool = True
+    num_nodes: int = 1  # the number of nodes, which divides the number of ranks
+    has_storage: bool = True  # whether parameters have storage; wide layers are searched on narrow copies alone if not
+    first_microbatch: bool = False  # whether the first microbatch stands for all of them while the step is recorded
+    describes: bool = True  # whether to describe the run: its table, and its memory
+    # records the step of a run without stages, and adds the error of each attempt to a list
     record: Recording = field(default=_record)
-    on_phase: Callable[[str], None] | None = None
+    on_phase: Callable[[str], None] | None = None  # receives the name of each phase as it begins
 
 
 def make_plan(

@@ -37,15 +37,10 @@ class StageSeconds(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """The actions of a schedule in an order in which each stands behind all that it waits for.
+    """The actions of a schedule in an order in which each stands behind all that it waits for."""
 
-    Attributes:
-        costs: For each action, its place in a list of the times of all parts of all stages.
-        before: For each action, the actions that it waits for, that of its rank included.
-    """
-
-    costs: tuple[int, ...]
-    before: tuple[tuple[int, ...], ...]
+    costs: tuple[int, ...]  # for each action, its place in a list of the times of all parts of all stages
+    before: tuple[tuple[int, ...], ...]  # for each action, the actions that it waits for, that of its rank included
 
 
 def program_seconds(name: str, num_ranks: int, num_microbatches: int, stages: Sequence[StageSeconds]) -> float:

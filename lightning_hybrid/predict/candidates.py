@@ -27,26 +27,17 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The layouts of one model on a number of ranks.
+    """The layouts of one model on a number of ranks."""
 
-    Attributes:
-        costs: Of the model.
-        hardware: Of the cluster.
-        ranks: Number of ranks.
-        batch: Samples of a step over all replicas, or over each of them.
-        is_replica_batch: Whether ``batch`` is that of each replica.
-        fixed: Fields of `PlanLayout` that are not chosen; "data" is the number of replicas, and "num_microbatches"
-            that of microbatches.
-        allowed: What the model permits.
-    """
-
-    costs: ModelCosts
-    hardware: Hardware
-    ranks: int
-    batch: int
-    is_replica_batch: bool
+    costs: ModelCosts  # of the model
+    hardware: Hardware  # of the cluster
+    ranks: int  # number of ranks
+    batch: int  # samples of a step over all replicas, or over each of them
+    is_replica_batch: bool  # whether ``batch`` is that of each replica
+    # fields of `PlanLayout` that are not chosen; "data" is the number of replicas, and "num_microbatches" that of
+    # microbatches
     fixed: Mapping[str, Any]
-    allowed: Allowed
+    allowed: Allowed  # what the model permits
 
     @cached_property
     def most_stages(self) -> int:

@@ -20,38 +20,24 @@ OWN_ERROR = 2 * TIME_ERROR  # logarithm of a factor that may be the error of one
 
 @dataclass(frozen=True)
 class LinearCorrection:
-    """A predicted value times a factor, and an absolute value.
+    """A predicted value times a factor, and an absolute value."""
 
-    Attributes:
-        factor: Of the predicted value.
-        added: Seconds of a step, or bytes of a rank, that every layout has besides.
-    """
-
-    factor: float = 1.0
-    added: float = 0.0
+    factor: float = 1.0  # of the predicted value
+    added: float = 0.0  # seconds of a step, or bytes of a rank, that every layout has besides
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What the measured steps of one layout say about all layouts.
+    """What the measured steps of one layout say about all layouts."""
 
-    Attributes:
-        layout: The measured one.
-        computation: Of the time of layers: all terms but those below, and so the bubble, and collectives in layers.
-        communication: Of the time of messages between stages and of collectives over replicas.
-        optimizer: Of the time of the optimizer's step, "host" if that runs there.
-        input_seconds: Of a step, for which ranks wait for their batch.
-        memory: Of the bytes of tensors; None if they were not measured.
-        spread: Relative deviation of the measured steps from their median; None if these are too few.
-    """
-
-    layout: PlanLayout
+    layout: PlanLayout  # the measured one
+    # of the time of layers: all terms but those below, and so the bubble, and collectives in layers
     computation: LinearCorrection
-    communication: LinearCorrection
-    optimizer: LinearCorrection
-    input_seconds: float = 0.0
-    memory: LinearCorrection | None = None
-    spread: float | None = None
+    communication: LinearCorrection  # of the time of messages between stages and of collectives over replicas
+    optimizer: LinearCorrection  # of the time of the optimizer's step, "host" if that runs there
+    input_seconds: float = 0.0  # of a step, for which ranks wait for their batch
+    memory: LinearCorrection | None = None  # of the bytes of tensors; None if they were not measured
+    spread: float | None = None  # relative deviation of the measured steps from their median; None if these are too few
 
     @property
     def unexplained_seconds(self) -> float:

@@ -13,19 +13,13 @@ from lightning_hybrid.text import sized, timed
 
 
 class Family(NamedTuple):
-    """Layouts with one property.
+    """Layouts with one property."""
 
-    Attributes:
-        name: For reports.
-        has: Whether a layout is one of them.
-        impossible: Why the model or the cluster has none of them; empty if it may.
-        field: The field of a layout that decides, which may be fixed.
-    """
-
-    name: str
-    has: Callable[[PlanLayout], bool]
+    name: str  # for reports
+    has: Callable[[PlanLayout], bool]  # whether a layout is one of them
+    # why the model or the cluster has none of them; empty if it may
     impossible: Callable[[Candidates], str] = lambda candidates: ""
-    field: str = ""
+    field: str = ""  # the field of a layout that decides, which may be fixed
 
 
 def _ruled_out(candidates: Candidates, field: str, reason: str = "") -> str:

@@ -26,14 +26,10 @@ _MAY_BE_ZERO = ("reserved", "kernel_seconds", "latency_within", "latency_between
 
 @dataclass(frozen=True)
 class BandwidthCurve:
-    """Bus bandwidth of a collective against the bytes of its tensor, interpolated between measured points.
+    """Bus bandwidth of a collective against the bytes of its tensor, interpolated between measured points."""
 
-    Attributes:
-        sizes: Bytes of the full tensor, ascending.
-        bandwidths: Bus bandwidth in bytes per second at each, as nccl-tests define it: what the busiest link carries.
-    """
-
-    sizes: tuple[float, ...]
+    sizes: tuple[float, ...]  # bytes of the full tensor, ascending
+    # bus bandwidth in bytes per second at each, as nccl-tests define it: what the busiest link carries
     bandwidths: tuple[float, ...]
 
     def bandwidth(self, size: float) -> float:

@@ -13,36 +13,22 @@ from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 
 @dataclass(frozen=True)
 class EfficiencyConstants:
-    """What a step achieves of the figures of its hardware.
+    """What a step achieves of the figures of its hardware."""
 
-    Attributes:
-        half_size: Size of one dimension of a matrix product at which it reaches half of the rate of a large one.
-        half_inner: The same of the dimension that is summed over.
-        misaligned: Rate of a product one of whose sizes is a multiple of 8 elements but not of 16, relative to one of
-            multiples of 64.
-        attention: Rate of products of fused attention, relative to those of linear layers.
-        half_head: Width of a head at which fused attention reaches half of its rate.
-        attention_backward: Floating-point operations of fused attention's backward over those of its forward.
-        memory_share: Share of the memory's bandwidth that operations between products achieve.
-        backward_moved: Bytes that memory-bound operations move in the backward over those of the forward.
-        within_share: Share of the bandwidth of links within a node that collectives achieve beside kernels.
-        between_share: The same of links between nodes, for reductions of large buckets.
-        gather_share: The same for gathers and reductions of single layers (ZeRO-3) between very many nodes.
-        gather_nodes: Number of nodes at which the rest of their bandwidth is halved.
-    """
-
+    # size of one dimension of a matrix product at which it reaches half of the rate of a large one
     half_size: float = 110
-    half_inner: float = 20
+    half_inner: float = 20  # the same of the dimension that is summed over
+    # rate of a product one of whose sizes is a multiple of 8 elements but not of 16, relative to one of multiples of 64
     misaligned: float = 0.69
-    attention: float = 0.61
-    half_head: float = 9.2
-    attention_backward: float = 3.5
-    memory_share: float = 0.83
-    backward_moved: float = 3.0
-    within_share: float = 0.55
-    between_share: float = 1.0
-    gather_share: float = 0.096
-    gather_nodes: float = 1.0
+    attention: float = 0.61  # rate of products of fused attention, relative to those of linear layers
+    half_head: float = 9.2  # width of a head at which fused attention reaches half of its rate
+    attention_backward: float = 3.5  # floating-point operations of fused attention's backward over those of its forward
+    memory_share: float = 0.83  # share of the memory's bandwidth that operations between products achieve
+    backward_moved: float = 3.0  # bytes that memory-bound operations move in the backward over those of the forward
+    within_share: float = 0.55  # share of the bandwidth of links within a node that collectives achieve beside kernels
+    between_share: float = 1.0  # the same of links between nodes, for reductions of large buckets
+    gather_share: float = 0.096  # the same for gathers and reductions of single layers (ZeRO-3) between very many nodes
+    gather_nodes: float = 1.0  # number of nodes at which the rest of their bandwidth is halved
 
 
 CONSTANTS = EfficiencyConstants()
@@ -55,21 +41,13 @@ _REPEATED_PRODUCTS = 0.3 / 0.6
 
 
 class LayerSeconds(NamedTuple):
-    """Seconds of one layer for one microbatch, without communication.
+    """Seconds of one layer for one microbatch, without communication."""
 
-    Attributes:
-        forward: Of the forward.
-        backward: Of the backward, without what it computes again.
-        again: Of what the backward computes again.
-        kernel_starts: The part of all of these in which the device waits for kernels to start.
-        weights: The part of the backward that makes gradients of weights.
-    """
-
-    forward: float
-    backward: float
-    again: float
-    kernel_starts: float
-    weights: float = 0.0
+    forward: float  # of the forward
+    backward: float  # of the backward, without what it computes again
+    again: float  # of what the backward computes again
+    kernel_starts: float  # the part of all of these in which the device waits for kernels to start
+    weights: float = 0.0  # the part of the backward that makes gradients of weights
 
 
 def layer_seconds(

@@ -16,35 +16,24 @@ Balance = Literal["layers", "flops"]
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Bytes per element under one precision and optimizer.
+    """Bytes per element under one precision and optimizer."""
 
-    Attributes:
-        name: As the Trainer's ``precision`` spells it, with what matters besides.
-        products: The number format of matrix products, a key of ``Hardware.product_flops``.
-        activation: Bytes of an activation.
-        parameter: Bytes of the parameter that the optimizer, or the layers, hold all the time.
-        compute_copy: Bytes of a further copy in the compute format that is held all the time, as by mixed precision of
-            Megatron and DeepSpeed; 0 where autocast makes it for a layer.
-        gradient: Bytes of a gradient.
-        state: Bytes of the optimizer's states per parameter, a copy of master weights included.
-        gathered: Bytes in which ZeRO gathers parameters.
-        reduced: Bytes in which gradients are reduced.
-        step: Bytes that the optimizer's step takes for a moment, per parameter whose states a rank holds, such as
-            32-bit copies of 16-bit gradients.
-        casts_weights_once: Whether weights are cast to 8 bits once per step, as Transformer Engine does (its argument
-            ``is_first_microbatch``), and not for each microbatch.
-    """
-
-    name: str
-    products: str
-    activation: int = 2
-    parameter: int = 4
+    name: str  # as the Trainer's ``precision`` spells it, with what matters besides
+    products: str  # the number format of matrix products, a key of ``Hardware.product_flops``
+    activation: int = 2  # bytes of an activation
+    parameter: int = 4  # bytes of the parameter that the optimizer, or the layers, hold all the time
+    # bytes of a further copy in the compute format that is held all the time, as by mixed precision of Megatron and
+    # DeepSpeed; 0 where autocast makes it for a layer
     compute_copy: int = 0
-    gradient: int = 4
-    state: float = 8
-    gathered: int = 4
-    reduced: int = 4
+    gradient: int = 4  # bytes of a gradient
+    state: float = 8  # bytes of the optimizer's states per parameter, a copy of master weights included
+    gathered: int = 4  # bytes in which ZeRO gathers parameters
+    reduced: int = 4  # bytes in which gradients are reduced
+    # bytes that the optimizer's step takes for a moment, per parameter whose states a rank holds, such as 32-bit copies
+    # of 16-bit gradients
     step: float = 0
+    # whether weights are cast to 8 bits once per step, as Transformer Engine does (its argument
+    # ``is_first_microbatch``), and not for each microbatch
     casts_weights_once: bool = False
 
 
@@ -96,50 +85,29 @@ RECOMPUTED = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class PlanLayout:
-    """How a model would be laid out over the ranks of a cluster.
+    """How a model would be laid out over the ranks of a cluster."""
 
-    Attributes:
-        pipeline: Ranks that share the layers.
-        replicate: Replicas that hold full copies of what is sharded over ``shard`` ranks.
-        shard: Replicas that one copy of states (gradients, parameters) is sharded over.
-        tensor: Ranks that share each layer.
-        context: Ranks that share the positions of a sequence.
-        microbatch: Samples of one microbatch on one replica.
-        batch: Samples of one optimizer step over all replicas.
-        balanced_by: What stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM).
-        fused_attention: Whether attention scores stay in the kernel (FlashAttention).
-        expert: Ranks that share the experts of each layer, among replicas and context ranks.
-        schedule: Name of the pipeline's schedule.
-        stages_per_rank: Stages on each pipeline rank.
-        zero_stage: What is sharded over replicas: 1 is states, 2 gradients too, 3 parameters too.
-        reshard_after_forward: Whether stage 3 gathers parameters again for each backward, and stage 2 reduces gradients
-            after each.
-        sequence_parallel: Whether tensor ranks divide the positions between sharded regions.
-        overlapped_tensor_ranks: Whether the collectives of tensor ranks run beside the products.
-        recompute: What the backward computes again: "none", "selective" (what is cheap) or "full" (layers).
-        offload: What is on the host, of `OFFLOADABLE` and "activations".
-        chunked_loss: Whether the loss over the vocabulary is computed in chunks.
-    """
-
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
-    context: int = 1
-    microbatch: int = 1
-    batch: int = 1
+    pipeline: int = 1  # ranks that share the layers
+    replicate: int = 1  # replicas that hold full copies of what is sharded over ``shard`` ranks
+    shard: int = 1  # replicas that one copy of states (gradients, parameters) is sharded over
+    tensor: int = 1  # ranks that share each layer
+    context: int = 1  # ranks that share the positions of a sequence
+    microbatch: int = 1  # samples of one microbatch on one replica
+    batch: int = 1  # samples of one optimizer step over all replicas
+    # what stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM)
     balanced_by: Balance = "layers"
-    fused_attention: bool = True
-    expert: int = 1
-    schedule: str = "1f1b"
-    stages_per_rank: int = 1
-    zero_stage: int = 0
+    fused_attention: bool = True  # whether attention scores stay in the kernel (FlashAttention)
+    expert: int = 1  # ranks that share the experts of each layer, among replicas and context ranks
+    schedule: str = "1f1b"  # name of the pipeline's schedule
+    stages_per_rank: int = 1  # stages on each pipeline rank
+    zero_stage: int = 0  # what is sharded over replicas: 1 is states, 2 gradients too, 3 parameters too
+    # whether stage 3 gathers parameters again for each backward, and stage 2 reduces gradients after each
     reshard_after_forward: bool = True
-    sequence_parallel: bool = False
-    overlapped_tensor_ranks: bool = False
-    recompute: str = "none"
-    offload: frozenset[str] = frozenset()
-    chunked_loss: bool = False
+    sequence_parallel: bool = False  # whether tensor ranks divide the positions between sharded regions
+    overlapped_tensor_ranks: bool = False  # whether the collectives of tensor ranks run beside the products
+    recompute: str = "none"  # what the backward computes again: "none", "selective" (what is cheap) or "full" (layers)
+    offload: frozenset[str] = frozenset()  # what is on the host, of `OFFLOADABLE` and "activations"
+    chunked_loss: bool = False  # whether the loss over the vocabulary is computed in chunks
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -239,31 +207,18 @@ class PlanLayout:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the model and the run permit.
+    """What the model and the run permit."""
 
-    Attributes:
-        pipeline: Whether the layers may be shared among pipeline ranks.
-        tensor: Whether layers may be sharded over tensor ranks.
-        context: Whether sequences may be sharded over context ranks.
-        positions_per_context_rank: Least positions of a context rank.
-        expert: Whether ranks may share experts.
-        schedules: Of pipelines with one stage per rank.
-        largest_stages_per_rank: Most stages of a pipeline rank.
-        zero_stages: Stages of ZeRO.
-        recompute: Kinds of recomputation, the most frugal last.
-        offload: Whether the host may hold something.
-    """
-
-    pipeline: bool = True
-    tensor: bool = True
-    context: bool = True
-    positions_per_context_rank: int = 1024
-    expert: bool = True
-    schedules: tuple[str, ...] = ("1f1b", "zero_bubble")
-    largest_stages_per_rank: int = 4
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[str, ...] = RECOMPUTED
-    offload: bool = True
+    pipeline: bool = True  # whether the layers may be shared among pipeline ranks
+    tensor: bool = True  # whether layers may be sharded over tensor ranks
+    context: bool = True  # whether sequences may be sharded over context ranks
+    positions_per_context_rank: int = 1024  # least positions of a context rank
+    expert: bool = True  # whether ranks may share experts
+    schedules: tuple[str, ...] = ("1f1b", "zero_bubble")  # of pipelines with one stage per rank
+    largest_stages_per_rank: int = 4  # most stages of a pipeline rank
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO
+    recompute: tuple[str, ...] = RECOMPUTED  # kinds of recomputation, the most frugal last
+    offload: bool = True  # whether the host may hold something
 
 
 _SIZE_OPTIONS = {

@@ -17,17 +17,12 @@ from lightning_hybrid.predict.hardware import Hardware
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The groups of one mesh axis, and their place in the cluster.
+    """The groups of one mesh axis, and their place in the cluster."""
 
-    Attributes:
-        size: Ranks of each group.
-        nodes: Nodes that the most widely spread group has members in.
-        groups_per_node: Groups with members in one node and in others, which share that node's links to others; those
-            of the node that has most of them, and 1 at least.
-    """
-
-    size: int
-    nodes: int
+    size: int  # ranks of each group
+    nodes: int  # nodes that the most widely spread group has members in
+    # groups with members in one node and in others, which share that node's links to others; those of the node that has
+    # most of them, and 1 at least
     groups_per_node: int
 
 

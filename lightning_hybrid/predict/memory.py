@@ -31,18 +31,13 @@ from lightning_hybrid.schedule.in_flight import in_flight_at_peak
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """What a device holds besides what the sums of tensors give.
+    """What a device holds besides what the sums of tensors give."""
 
-    Attributes:
-        fragmentation: Bytes that the allocator reserves but no tensor takes, relative to those that tensors take.
-        loss_gradients: Gradients of the logits held at once: of the loss and of its softmax.
-        reclaimed: Share of the fragments that the allocator gives back when memory is short.
-        bucketed: Elements of gradients in the buckets of reductions over replicas; of fewer gradients, half of them.
-    """
-
+    # bytes that the allocator reserves but no tensor takes, relative to those that tensors take
     fragmentation: float = 0.12
-    loss_gradients: float = 2.0
-    reclaimed: float = 0.7
+    loss_gradients: float = 2.0  # gradients of the logits held at once: of the loss and of its softmax
+    reclaimed: float = 0.7  # share of the fragments that the allocator gives back when memory is short
+    # elements of gradients in the buckets of reductions over replicas; of fewer gradients, half of them
     bucketed: float = 1e9
 
 
@@ -223,15 +218,10 @@ class MemoryModel:
 
 
 class Gathered(NamedTuple):
-    """Bytes of full parameters and gradients that are there for a moment.
+    """Bytes of full parameters and gradients that are there for a moment."""
 
-    Attributes:
-        always: Of the whole step: parameters that are not resharded.
-        layer: Besides, in a layer's backward: its parameters and those of the next one, and its gradients.
-    """
-
-    always: float
-    layer: float
+    always: float  # of the whole step: parameters that are not resharded
+    layer: float  # besides, in a layer's backward: its parameters and those of the next one, and its gradients
 
 
 @functools.lru_cache(maxsize=4096)

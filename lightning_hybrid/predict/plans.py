@@ -12,20 +12,14 @@ from lightning_hybrid.text import sized
 
 @dataclass(frozen=True)
 class PredictedTime:
-    """Seconds of one optimizer step.
+    """Seconds of one optimizer step."""
 
-    Attributes:
-        seconds: The total.
-        terms: Its parts by name, in seconds: "computation", "recomputation", "bubble", "tensor ranks", "context ranks",
-            "expert ranks", "pipeline messages", "replicas", "optimizer", "host", "kernel starts".
-        samples: Samples of the step over all replicas.
-        flops_per_rank: Floating-point operations of forward and backward of one rank, without recomputation.
-    """
-
-    seconds: float
+    seconds: float  # the total
+    # its parts by name, in seconds: "computation", "recomputation", "bubble", "tensor ranks", "context ranks", "expert
+    # ranks", "pipeline messages", "replicas", "optimizer", "host", "kernel starts"
     terms: Mapping[str, float] = field(default_factory=dict)
-    samples: int = 1
-    flops_per_rank: float = 0.0
+    samples: int = 1  # samples of the step over all replicas
+    flops_per_rank: float = 0.0  # floating-point operations of forward and backward of one rank, without recomputation
 
     @property
     def samples_per_second(self) -> float:
@@ -35,18 +29,14 @@ class PredictedTime:
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes at the peak of a step.
+    """Bytes at the peak of a step."""
 
-    Attributes:
-        ranks: For each pipeline rank, its parts in bytes by name: "parameters", "gradients", "optimizer states",
-            "activations", "loss", "gathered", "communication buffers", "optimizer step", "framework".
-        capacity: Bytes of a device.
-        reclaimable: For each pipeline rank, bytes of these that the allocator keeps for later and gives back before it
-            fails: fragments, and the smaller one of what the backward and the optimizer's step take.
-    """
-
+    # for each pipeline rank, its parts in bytes by name: "parameters", "gradients", "optimizer states", "activations",
+    # "loss", "gathered", "communication buffers", "optimizer step", "framework"
     ranks: tuple[Mapping[str, float], ...]
-    capacity: float = float("inf")
+    capacity: float = float("inf")  # bytes of a device
+    # for each pipeline rank, bytes of these that the allocator keeps for later and gives back before it fails:
+    # fragments, and the smaller one of what the backward and the optimizer's step take
     reclaimable: tuple[float, ...] = ()
 
     @property
@@ -123,32 +113,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why no plan of a family was chosen.
+    """Why no plan of a family was chosen."""
 
-    Attributes:
-        family: Its name, such as "tensor ranks across nodes".
-        reason: One reason, with both numbers.
-        layout: Its best layout; None if the model or the cluster has none.
-    """
-
-    family: str
-    reason: str
-    layout: PlanLayout | None = None
+    family: str  # its name, such as "tensor ranks across nodes"
+    reason: str  # one reason, with both numbers
+    layout: PlanLayout | None = None  # its best layout; None if the model or the cluster has none
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans in the order of preference.
+    """Plans in the order of preference."""
 
-    Attributes:
-        plans: The best plan of each mesh; the first is the chosen one.
-        rejected: The families that the chosen plan does not belong to.
-        evaluated: Layouts whose memory was predicted.
-    """
-
-    plans: tuple[Plan, ...]
-    rejected: tuple[Rejection, ...]
-    evaluated: int
+    plans: tuple[Plan, ...]  # the best plan of each mesh; the first is the chosen one
+    rejected: tuple[Rejection, ...]  # the families that the chosen plan does not belong to
+    evaluated: int  # layouts whose memory was predicted
 
     @property
     def best(self) -> Plan:

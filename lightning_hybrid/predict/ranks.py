@@ -21,60 +21,36 @@ KINDS = ("parameters", "gradients", "optimizer_states", "activations")
 
 
 class Footprint(NamedTuple):
-    """Bytes that a rank holds of its parameters.
+    """Bytes that a rank holds of its parameters."""
 
-    Attributes:
-        parameters: Between steps.
-        gradients: Between steps.
-        gathered: During a step besides: full parameters, and gradients that are not reduced yet.
-    """
-
-    parameters: int
-    gradients: int
-    gathered: int
+    parameters: int  # between steps
+    gradients: int  # between steps
+    gathered: int  # during a step besides: full parameters, and gradients that are not reduced yet
 
 
 @dataclass(frozen=True)
 class ParameterOnRank:
-    """Bytes of one parameter on one rank.
+    """Bytes of one parameter on one rank."""
 
-    Attributes:
-        nbytes: Of the parameter that layers compute with, after tensor and expert ranks have sharded it.
-        shard_bytes: Of its shard over replicas, under ZeRO; ``nbytes`` without.
-        state_bytes: Of the optimizer's states for it; None if unknown.
-        is_trained: Whether it takes gradients.
-        layer: The layer with which ZeRO gathers it.
-    """
-
-    nbytes: int
-    shard_bytes: int
-    state_bytes: int | None
-    is_trained: bool
-    layer: str = ""
+    nbytes: int  # of the parameter that layers compute with, after tensor and expert ranks have sharded it
+    shard_bytes: int  # of its shard over replicas, under ZeRO; ``nbytes`` without
+    state_bytes: int | None  # of the optimizer's states for it; None if unknown
+    is_trained: bool  # whether it takes gradients
+    layer: str = ""  # the layer with which ZeRO gathers it
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that one rank, or one of its stages, holds.
+    """Bytes that one rank, or one of its stages, holds."""
 
-    Attributes:
-        parameters: Between steps.
-        gradients: Between the backward and the optimizer's step.
-        optimizer_states: After the first step; None if unknown.
-        activations: Saved for the backwards of all microbatches in flight; None if the step is not recorded.
-        gathered: By ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet.
-        working: During a step, besides these: of the layer that runs, and of the optimizer's step.
-        messages: During a step, besides these: of values and gradients that are sent or received.
-        places: Where a kind is that does not take memory of the compute device; other kinds are left out.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer_states: int | None
-    activations: int | None
-    gathered: int = 0
-    working: int = 0
-    messages: int = 0
+    parameters: int  # between steps
+    gradients: int  # between the backward and the optimizer's step
+    optimizer_states: int | None  # after the first step; None if unknown
+    activations: int | None  # saved for the backwards of all microbatches in flight; None if the step is not recorded
+    gathered: int = 0  # by ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet
+    working: int = 0  # during a step, besides these: of the layer that runs, and of the optimizer's step
+    messages: int = 0  # during a step, besides these: of values and gradients that are sent or received
+    # where a kind is that does not take memory of the compute device; other kinds are left out
     places: Mapping[str, Place] = field(default_factory=dict)
 
     @property

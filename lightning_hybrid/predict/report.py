@@ -18,25 +18,15 @@ _LEAST_SHARE = 0.005  # of a total, below which a term is left out
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A search and its input.
+    """A search and its input."""
 
-    Attributes:
-        result: Of the search.
-        costs: Of the model.
-        number_format: Of its parameters.
-        hardware: Of the cluster.
-        devices: Devices of each node.
-        num_nodes: Number of nodes.
-        precision: As the Trainer spells it.
-    """
-
-    result: SearchResult
-    costs: ModelCosts
-    number_format: NumberFormat
-    hardware: Hardware
-    devices: int
-    num_nodes: int
-    precision: str
+    result: SearchResult  # of the search
+    costs: ModelCosts  # of the model
+    number_format: NumberFormat  # of its parameters
+    hardware: Hardware  # of the cluster
+    devices: int  # devices of each node
+    num_nodes: int  # number of nodes
+    precision: str  # as the Trainer spells it
 
     @property
     def title(self) -> str:

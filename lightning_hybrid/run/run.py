@@ -39,15 +39,10 @@ Kind = TypeVar("Kind", bound=Technique)
 
 @dataclasses.dataclass(frozen=True)
 class RecordedBatch:
-    """The batch of one replica with which the first training step was recorded.
+    """The batch of one replica with which the first training step was recorded."""
 
-    Attributes:
-        samples: Their number; None if unknown.
-        num_microbatches: The number of microbatches that it is split into.
-    """
-
-    samples: int | None
-    num_microbatches: int
+    samples: int | None  # their number; None if unknown
+    num_microbatches: int  # the number of microbatches that it is split into
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

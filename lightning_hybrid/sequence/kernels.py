@@ -23,15 +23,12 @@ _ALIGNED = 8  # its kernels for CUDA take heads of multiples of this
 
 @dataclass(frozen=True)
 class Scores:
-    """How the scores of a block are made.
-
-    Attributes:
-        mask: None, a boolean tensor of the pairs that attend, or addends of the scores; broadcast to
-            ``(batch, heads, queries, keys)``.
-    """
+    """How the scores of a block are made."""
 
     scale: float  # factor of the products of queries and keys
     is_causal: bool = False  # whether query i attends to keys 0 to i of the block
+    # none, a boolean tensor of the pairs that attend, or addends of the scores; broadcast to ``(batch, heads, queries,
+    # keys)``
     mask: Tensor | None = None
     mask_needs_grad: bool = False  # whether the backward returns the gradient of the mask
 

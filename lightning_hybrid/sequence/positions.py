@@ -179,15 +179,10 @@ def _with_size(tensor: Tensor, dim: int, size: int) -> torch.Size:
 
 
 class SequenceShard(LazyFullTensor):
-    """A lazy tensor of the full sequence's shape that holds this rank's positions; all are gathered when read.
+    """A lazy tensor of the full sequence's shape that holds this rank's positions; all are gathered when read."""
 
-    Attributes:
-        local: This rank's positions.
-        sharding: Which positions these are.
-    """
-
-    local: Tensor
-    sharding: AnySharding
+    local: Tensor  # this rank's positions
+    sharding: AnySharding  # which positions these are
     _entered: Tensor | None
     _regathered: Tensor | None
     _saved: int

@@ -15,17 +15,11 @@ Finish = Callable[[], Tensor | None]
 
 @dataclass(frozen=True)
 class Piece:
-    """The gradient of one parameter in a message.
+    """The gradient of one parameter in a message."""
 
-    Attributes:
-        name: FQN of the parameter.
-        matrix: The gradient, of shape (rows, columns): its first dimension, and all others.
-        write: Writes a matrix of this shape in its place into the message.
-    """
-
-    name: str
-    matrix: Tensor
-    write: Callable[[Tensor], object]
+    name: str  # FQN of the parameter
+    matrix: Tensor  # the gradient, of shape (rows, columns): its first dimension, and all others
+    write: Callable[[Tensor], object]  # writes a matrix of this shape in its place into the message
 
 
 class Traffic:

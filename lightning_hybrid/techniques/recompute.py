@@ -356,15 +356,10 @@ def describe_choices(report: BudgetReport, recompute: Any) -> str:
 
 
 class ExpectedRecomputation(NamedTuple):
-    """What a budget is expected to choose.
+    """What a budget is expected to choose."""
 
-    Attributes:
-        memory: Of each stage.
-        shares: Of the bytes that layers would save, by pipeline rank: the part that is recomputed.
-    """
-
-    memory: list[RankMemory]
-    shares: list[float]
+    memory: list[RankMemory]  # of each stage
+    shares: list[float]  # of the bytes that layers would save, by pipeline rank: the part that is recomputed
 
     def __str__(self) -> str:
         """The shares in words."""

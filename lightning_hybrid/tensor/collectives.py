@@ -140,12 +140,9 @@ class LinearMap(torch.autograd.Function):
 
 @dataclass
 class Readers:
-    """The readers of a value that has entered a region.
+    """The readers of a value that has entered a region."""
 
-    Attributes:
-        fresh: Each allocates a new tensor for its gradient, as products with weights do: it can be summed in place.
-    """
-
+    # each allocates a new tensor for its gradient, as products with weights do: it can be summed in place
     fresh: bool = False
 
     def add(self, *, fresh: bool) -> None:

@@ -42,21 +42,16 @@ class LinearLike:
 
 @dataclass(frozen=True)
 class Group:
-    """Linears that are sharded together: one all-reduce in the forward, one for each input in the backward.
+    """Linears that are sharded together: one all-reduce in the forward, one for each input in the backward."""
 
-    Attributes:
-        role: "column" for column-parallel linears that feed row-parallel ones, "gathered" for one whose output is
-            gathered, "attention" for an `nn.MultiheadAttention`, "vocabulary" for vocabulary-parallel weights.
-        columns: FQNs of the column-parallel linears, of the module ("attention") or of the parameters ("vocabulary").
-        rows: FQNs of the row-parallel linears.
-        how: Description of the variant that was proved, or the reason why an output is gathered.
-        origin: Description of the authority: the user's plan, the model's own plan, or the search ("found").
-    """
-
+    # "column" for column-parallel linears that feed row-parallel ones, "gathered" for one whose output is gathered,
+    # "attention" for an `nn.MultiheadAttention`, "vocabulary" for vocabulary-parallel weights
     role: Role
+    # FQNs of the column-parallel linears, of the module ("attention") or of the parameters ("vocabulary")
     columns: tuple[str, ...]
-    rows: tuple[str, ...] = ()
-    how: str = ""
+    rows: tuple[str, ...] = ()  # FQNs of the row-parallel linears
+    how: str = ""  # description of the variant that was proved, or the reason why an output is gathered
+    # description of the authority: the user's plan, the model's own plan, or the search ("found")
     origin: str = "found"
 
     def __str__(self) -> str:
@@ -66,39 +61,29 @@ class Group:
 
 @dataclass(frozen=True)
 class PositionsPlan:
-    """How the positions of a unit's sequence are sharded over ranks while it runs; proved with the rest of the plan.
+    """How the positions of a unit's sequence are sharded over ranks while it runs; proved with the rest of the plan."""
 
-    Attributes:
-        by: "tensor": sharded over tensor ranks between regions, all-gathered before a region and reduce-scattered after
-            it (sequence parallelism, Korthikanti et al. 2022, section 4.2). "context": sharded over context ranks
-            throughout; regions that mix positions exchange them for features (all-to-all), or attend by ring attention.
-            "both": the shard of a context rank is sharded again over its tensor ranks, between regions.
-        leaf_index: Index of the sequence among the leaves of the arguments.
-        dim: Dim of the sequence that holds the positions.
-        num_dims: Number of dims of the sequence; in calls with another number nothing is sharded.
-        outputs: Indices of the leaves of the unit's result that come out sharded.
-        shown: Modules whose code sees the length of the full sequence.
-        inputs: For each of them and each sharded linear, the indices of the arguments that come in sharded.
-        summed_over_tensor: Parameters that each tensor rank uses on its local positions; their gradients are summed.
-        summed_over_context: The same for context ranks.
-        features: For context ranks, how the features of each linear of an exchanging region are sharded over all ranks,
-            tensor ranks times context ranks, by FQN; other linears run on the local positions of a context rank.
-        parameter_shards: Parameters sharded over all ranks in such a region, over tensor ranks in storage.
-        ring_attention: For context ranks, whether no region exchanges and queries attend by ring attention.
-    """
-
+    # "tensor": sharded over tensor ranks between regions, all-gathered before a region and reduce-scattered after it
+    # (sequence parallelism, Korthikanti et al. 2022, section 4.2). "context": sharded over context ranks throughout;
+    # regions that mix positions exchange them for features (all-to-all), or attend by ring attention. "both": the shard
+    # of a context rank is sharded again over its tensor ranks, between regions.
     by: SequenceAxes | Literal[""]
-    leaf_index: int
-    dim: int
-    num_dims: int
-    outputs: tuple[int, ...] = ()
-    shown: tuple[str, ...] = ()
+    leaf_index: int  # index of the sequence among the leaves of the arguments
+    dim: int  # dim of the sequence that holds the positions
+    num_dims: int  # number of dims of the sequence; in calls with another number nothing is sharded
+    outputs: tuple[int, ...] = ()  # indices of the leaves of the unit's result that come out sharded
+    shown: tuple[str, ...] = ()  # modules whose code sees the length of the full sequence
+    # for each of them and each sharded linear, the indices of the arguments that come in sharded
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # parameters that each tensor rank uses on its local positions; their gradients are summed
     summed_over_tensor: tuple[str, ...] = ()
-    summed_over_context: tuple[str, ...] = ()
+    summed_over_context: tuple[str, ...] = ()  # the same for context ranks
+    # for context ranks, how the features of each linear of an exchanging region are sharded over all ranks, tensor
+    # ranks times context ranks, by FQN; other linears run on the local positions of a context rank
     features: Mapping[str, Shard] = field(default_factory=dict)
+    # parameters sharded over all ranks in such a region, over tensor ranks in storage
     parameter_shards: Mapping[str, Shard] = field(default_factory=dict)
-    ring_attention: bool = False
+    ring_attention: bool = False  # for context ranks, whether no region exchanges and queries attend by ring attention
 
 
 FULL_POSITIONS = PositionsPlan("", 0, 0, 0)  # each rank has all positions
@@ -106,61 +91,48 @@ FULL_POSITIONS = PositionsPlan("", 0, 0, 0)  # each rank has all positions
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """How one unit runs sharded over tensor ranks, proved equivalent; made by `plan_unit`.
+    """How one unit runs sharded over tensor ranks, proved equivalent; made by `plan_unit`."""
 
-    Attributes:
-        size: Number of tensor ranks.
-        context: Number of context ranks.
-        groups: The groups of linears that are sharded.
-        roles: The role of each linear or attention module, by FQN inside the unit.
-        linears: Weight layout and sizes of each linear among them.
-        placements: Placement of every parameter and buffer of the unit, by FQN.
-        shared_pieces: Sharded parameters of which several ranks hold the same shard; their gradients are summed.
-        summed: Replicated parameters that each rank uses on its local features; their gradients are summed.
-        attributes: Integer attributes of modules that differ while the unit runs sharded: FQN -> name -> value.
-        rules: The rewrite at each call of the user's code that needs one.
-        offsets: Column-parallel linears into whose outputs the code indexes with offsets of the full output.
-        outputs: Results of the unit that come out sharded: index among the leaves of its output -> dim; all-gathered.
-        vocabulary: Vocabulary-parallel parameters, of which each rank has its rows: FQN -> dim.
-        outside: Those of them that code outside of the unit uses too.
-        watched: Whether the unit runs under `RegionMode`, which rewrites sizes and lets captured values enter.
-        grad_inputs: Indices of the leaves of the example's arguments that may need a gradient without `RegionMode`.
-        replicated_reasons: Parameters that stay replicated, each with the reason.
-        positions: How the sequence is sharded, if it is.
-        full_sequence_reason: Why the sequence is not sharded, if that was requested.
-        full_sequence_plan: For tensor ranks with context ranks: the plan for calls whose sequence is not sharded.
-        uneven: Linears that are in no pair because of a size: FQN -> size, and what it counts.
-        notes: Further lines for the user.
-        calls: The lines of the user's code that called torch in trials, as `ProvedCalls` compares them.
-        num_trials: Number of sharded runs of the unit in the search.
-        seconds: Duration of the search.
-    """
-
-    size: int
-    context: int = 1
-    groups: tuple[Group, ...] = ()
+    size: int  # number of tensor ranks
+    context: int = 1  # number of context ranks
+    groups: tuple[Group, ...] = ()  # the groups of linears that are sharded
+    # the role of each linear or attention module, by FQN inside the unit
     roles: Mapping[str, Role] = field(default_factory=dict)
-    linears: Mapping[str, LinearLike] = field(default_factory=dict)
+    linears: Mapping[str, LinearLike] = field(default_factory=dict)  # weight layout and sizes of each linear among them
+    # placement of every parameter and buffer of the unit, by FQN
     placements: Mapping[str, Placement] = field(default_factory=dict)
+    # sharded parameters of which several ranks hold the same shard; their gradients are summed
     shared_pieces: tuple[str, ...] = ()
+    # replicated parameters that each rank uses on its local features; their gradients are summed
     summed: tuple[str, ...] = ()
+    # integer attributes of modules that differ while the unit runs sharded: FQN -> name -> value
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # the rewrite at each call of the user's code that needs one
     rules: Mapping[Site, Rule] = field(default_factory=dict)
+    # column-parallel linears into whose outputs the code indexes with offsets of the full output
     offsets: frozenset[str] = frozenset()
+    # results of the unit that come out sharded: index among the leaves of its output -> dim; all-gathered
     outputs: Mapping[int, int] = field(default_factory=dict)
+    # vocabulary-parallel parameters, of which each rank has its rows: FQN -> dim
     vocabulary: Mapping[str, int] = field(default_factory=dict)
-    outside: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()  # those of them that code outside of the unit uses too
+    # whether the unit runs under `RegionMode`, which rewrites sizes and lets captured values enter
     watched: bool = False
+    # indices of the leaves of the example's arguments that may need a gradient without `RegionMode`
     grad_inputs: frozenset[int] = frozenset()
+    # parameters that stay replicated, each with the reason
     replicated_reasons: Mapping[str, str] = field(default_factory=dict)
-    positions: PositionsPlan | None = None
-    full_sequence_reason: str = ""
+    positions: PositionsPlan | None = None  # how the sequence is sharded, if it is
+    full_sequence_reason: str = ""  # why the sequence is not sharded, if that was requested
+    # for tensor ranks with context ranks: the plan for calls whose sequence is not sharded
     full_sequence_plan: UnitPlan | None = None
+    # linears that are in no pair because of a size: FQN -> size, and what it counts
     uneven: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # further lines for the user
+    # the lines of the user's code that called torch in trials, as `ProvedCalls` compares them
     calls: frozenset[int] = frozenset()
-    num_trials: int = 0
-    seconds: float = 0.0
+    num_trials: int = 0  # number of sharded runs of the unit in the search
+    seconds: float = 0.0  # duration of the search
 
     @classmethod
     def unsharded(cls, unit: nn.Module, size: int, reason: str) -> UnitPlan:

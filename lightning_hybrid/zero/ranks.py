@@ -16,19 +16,12 @@ from lightning_hybrid.params.placement import Shard
 
 @dataclass(frozen=True)
 class ShardRanks:
-    """The ranks over which parameters are sharded, and the dtypes of their messages.
+    """The ranks over which parameters are sharded, and the dtypes of their messages."""
 
-    Attributes:
-        shard: The ranks that together hold one copy.
-        replicate: The ranks that hold the same shard of other copies.
-        reduce_dtype: Of messages of gradients; that of the parameters if None.
-        gather_dtype: Of messages of parameters; their own if None.
-    """
-
-    shard: dist.ProcessGroup
-    replicate: dist.ProcessGroup
-    reduce_dtype: torch.dtype | None = None
-    gather_dtype: torch.dtype | None = None
+    shard: dist.ProcessGroup  # the ranks that together hold one copy
+    replicate: dist.ProcessGroup  # the ranks that hold the same shard of other copies
+    reduce_dtype: torch.dtype | None = None  # of messages of gradients; that of the parameters if None
+    gather_dtype: torch.dtype | None = None  # of messages of parameters; their own if None
 
 
 def bytes_of_shards(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:

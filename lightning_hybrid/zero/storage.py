@@ -24,17 +24,11 @@ from lightning_hybrid.optimizers.state_file import HOST, Region, aligned
 
 @dataclass(frozen=True)
 class StorageDevices:
-    """Storage devices of one rank.
+    """Storage devices of one rank."""
 
-    Attributes:
-        parameters: Of the shards of parameters, while a step runs.
-        gradients: Of the shards of gradients, while a step runs.
-        states: Of the optimizer's states.
-    """
-
-    parameters: torch.device
-    gradients: torch.device
-    states: torch.device
+    parameters: torch.device  # of the shards of parameters, while a step runs
+    gradients: torch.device  # of the shards of gradients, while a step runs
+    states: torch.device  # of the optimizer's states
 
     @classmethod
     def of(cls, moved: Iterable[str], device: torch.device) -> StorageDevices:

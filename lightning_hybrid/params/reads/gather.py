@@ -124,21 +124,14 @@ def _like(received: Tensor, absent: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _FullTensor:
-    """A full tensor that is here.
+    """A full tensor that is here."""
 
-    Attributes:
-        tensor: What this rank holds of it: a parameter, a gradient or a state; a shard, all of it, or an absent one.
-        name: FQN of the parameter.
-        full: The full tensor.
-        version: Its version when the rank's own was last equal to it.
-        is_kept: Whether code refers to its memory.
-    """
-
+    # what this rank holds of it: a parameter, a gradient or a state; a shard, all of it, or an absent one
     tensor: Tensor
-    name: str
-    full: Tensor
-    version: int
-    is_kept: bool = False
+    name: str  # FQN of the parameter
+    full: Tensor  # the full tensor
+    version: int  # its version when the rank's own was last equal to it
+    is_kept: bool = False  # whether code refers to its memory
 
     def keep(self) -> None:
         """Hold the full tensor until all are dropped: code refers to its memory."""

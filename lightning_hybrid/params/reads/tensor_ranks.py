@@ -124,23 +124,14 @@ class FullParameterReads:
 
 @dataclass
 class _FullCopy:
-    """A full tensor that user code holds.
+    """A full tensor that user code holds."""
 
-    Attributes:
-        parameter: The sharded parameter.
-        local: This rank's shard, or its gradient.
-        full: The full tensor.
-        version: Its version when it was last written back.
-        before: The content of the shard at that time, where autograd does not count writes.
-        local_version: The version of ``local`` at that time.
-    """
-
-    parameter: nn.Parameter
-    local: Tensor
-    full: Tensor
-    version: int
-    before: Tensor | None
-    local_version: int = field(init=False)
+    parameter: nn.Parameter  # the sharded parameter
+    local: Tensor  # this rank's shard, or its gradient
+    full: Tensor  # the full tensor
+    version: int  # its version when it was last written back
+    before: Tensor | None  # the content of the shard at that time, where autograd does not count writes
+    local_version: int = field(init=False)  # the version of ``local`` at that time
 
     def __post_init__(self) -> None:
         self.local_version = self.local._version

@@ -40,52 +40,37 @@ _PROPERTIES = frozenset({"__get__", "__set__", "__delete__"})  # of which those 
 
 @dataclass(frozen=True)
 class Job:
-    """The inputs of the executor for one step.
+    """The inputs of the executor for one step."""
 
-    Attributes:
-        program: The instructions of all ranks.
-        variants: The trace of each microbatch.
-        steps: The user's step on each microbatch.
-        around: Context of a forward (autocast, keyed randomness), from the microbatch's index.
-        backwards: What is done around its backwards.
-        seeds: The gradient from which the backward of each microbatch's loss starts.
-        factors: What each microbatch adds to the gradients of parameters is multiplied by.
-        repeated_buffers: Where a rank has several stages, the buffers that each of them writes: dict and name.
-        shares: The weights of operations that average, by microbatch and node; empty if all weigh by samples.
-        metrics: Metrics of the full batch, where it has several microbatches.
-        after_forwards: Called with this rank's runs by microbatch, and whether the step broke, once its forwards are
-            done and the rank is idle.
-        may_break: Whether a step that diverges from its recording runs to its end with placeholders, so that all ranks
-            can roll it back; otherwise its error ends the run.
-    """
-
-    program: Program
-    variants: Sequence[TraceVariant]
-    steps: Sequence[Callable[[], Any]]
+    program: Program  # the instructions of all ranks
+    variants: Sequence[TraceVariant]  # the trace of each microbatch
+    steps: Sequence[Callable[[], Any]]  # the user's step on each microbatch
+    # context of a forward (autocast, keyed randomness), from the microbatch's index
     around: Callable[[int], AbstractContextManager[None]]
-    backwards: Backwards
-    seeds: Sequence[float]
-    factors: Sequence[float]
+    backwards: Backwards  # what is done around its backwards
+    seeds: Sequence[float]  # the gradient from which the backward of each microbatch's loss starts
+    factors: Sequence[float]  # what each microbatch adds to the gradients of parameters is multiplied by
+    # where a rank has several stages, the buffers that each of them writes: dict and name
     repeated_buffers: Sequence[tuple[dict[str, Any], str]]
+    # the weights of operations that average, by microbatch and node; empty if all weigh by samples
     shares: Sequence[Mapping[int, Share]]
-    metrics: FullBatchMetrics | None
+    metrics: FullBatchMetrics | None  # metrics of the full batch, where it has several microbatches
+    # called with this rank's runs by microbatch, and whether the step broke, once its forwards are done and the rank is
+    # idle
     after_forwards: Callable[[Mapping[int, StageRun], bool], None]
+    # whether a step that diverges from its recording runs to its end with placeholders, so that all ranks can roll it
+    # back; otherwise its error ends the run
     may_break: bool
 
 
 @dataclass
 class Outcome:
-    """The results of a step on one rank.
+    """The results of a step on one rank."""
 
-    Attributes:
-        runs: By microbatch, the last run of the user's step on this rank, with the values of all its stages.
-        broken: The error by which the step diverged from its recording; the rest is meaningless then.
-        registered: The hooks that the step has registered on parameters.
-    """
-
+    # by microbatch, the last run of the user's step on this rank, with the values of all its stages
     runs: dict[int, StageRun]
-    broken: Exception | None
-    registered: StepHooks
+    broken: Exception | None  # the error by which the step diverged from its recording; the rest is meaningless then
+    registered: StepHooks  # the hooks that the step has registered on parameters
 
 
 class Executor:

@@ -54,19 +54,12 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Hooked:
-    """A parameter with hooks of the user.
+    """A parameter with hooks of the user."""
 
-    Attributes:
-        parameter: The parameter.
-        sum: The gradient of the microbatches so far; None if there is none.
-        stage: The stage whose backward has added to it last.
-        handle: Of the hook that adds, before all others.
-    """
-
-    parameter: nn.Parameter
-    sum: Tensor | None = None
-    stage: int = 0
-    handle: torch.utils.hooks.RemovableHandle = field(init=False)
+    parameter: nn.Parameter  # the parameter
+    sum: Tensor | None = None  # the gradient of the microbatches so far; None if there is none
+    stage: int = 0  # the stage whose backward has added to it last
+    handle: torch.utils.hooks.RemovableHandle = field(init=False)  # of the hook that adds, before all others
 
 
 @dataclass

@@ -35,19 +35,12 @@ _hooks_on_saved = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class DeferredGradient(NamedTuple):
-    """The deferred gradient of one use of a weight.
+    """The deferred gradient of one use of a weight."""
 
-    Attributes:
-        weight: The weight, of shape (out, in).
-        gradient: The gradient of the output, of shape (..., out).
-        input: The input of the linear, of shape (..., in).
-        version: Version counter of the input; a different one later means that it was written in place.
-    """
-
-    weight: nn.Parameter
-    gradient: Tensor
-    input: Tensor
-    version: int
+    weight: nn.Parameter  # the weight, of shape (out, in)
+    gradient: Tensor  # the gradient of the output, of shape (..., out)
+    input: Tensor  # the input of the linear, of shape (..., in)
+    version: int  # version counter of the input; a different one later means that it was written in place
 
 
 class SplitBackward:

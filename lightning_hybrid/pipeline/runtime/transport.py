@@ -28,13 +28,9 @@ _SENDS_IN_FLIGHT = 3
 
 
 class Transport(ABC):
-    """Point-to-point transfers between the ranks of one pipeline.
+    """Point-to-point transfers between the ranks of one pipeline."""
 
-    Attributes:
-        channel: How transfers between two ranks are matched: by order, or by tag.
-    """
-
-    channel: Channel = "queue"
+    channel: Channel = "queue"  # how transfers between two ranks are matched: by order, or by tag
 
     @abstractmethod
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:

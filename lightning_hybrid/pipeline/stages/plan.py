@@ -46,15 +46,10 @@ _BITS = {
 
 @dataclass(frozen=True, eq=False)
 class TraceVariant:
-    """One recording of a step with its assignment to stages; microbatches of different shapes have different ones.
+    """One recording of a step with its assignment to stages; microbatches of different shapes have different ones."""
 
-    Attributes:
-        assignment: The stages that compute and need each value.
-        replays: By stage, for the stages of this rank.
-    """
-
-    assignment: Assignment
-    replays: Mapping[int, StageReplay]
+    assignment: Assignment  # the stages that compute and need each value
+    replays: Mapping[int, StageReplay]  # by stage, for the stages of this rank
 
     @cached_property
     def digest(self) -> int:

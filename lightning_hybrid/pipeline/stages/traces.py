@@ -154,21 +154,14 @@ class Microbatches:
 
 @dataclass(eq=False)
 class _Traces:
-    """The cached traces of one signature.
+    """The cached traces of one signature."""
 
-    Attributes:
-        latest: The trace that was selected last.
-        state: The plain attributes at that time; None where microbatches of one batch had several traces.
-        around: The modules that have these attributes.
-        pending: Traces that are not in ``tree`` yet.
-        tree: The tree of all traces; made when first needed.
-    """
-
-    latest: TraceVariant
-    around: list[nn.Module]
+    latest: TraceVariant  # the trace that was selected last
+    around: list[nn.Module]  # the modules that have these attributes
+    # the plain attributes at that time; None where microbatches of one batch had several traces
     state: list[Any] | None
-    pending: list[TraceVariant] = field(default_factory=list)
-    tree: TraceTree[TraceVariant] | None = None
+    pending: list[TraceVariant] = field(default_factory=list)  # traces that are not in ``tree`` yet
+    tree: TraceTree[TraceVariant] | None = None  # the tree of all traces; made when first needed
 
 
 class TraceCache:

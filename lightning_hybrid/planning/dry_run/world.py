@@ -18,17 +18,11 @@ from lightning_hybrid.run.run import Run
 
 @dataclasses.dataclass(frozen=True)
 class RanksOfGroup:
-    """A process group as data, for code that asks for its size and for the place of this rank.
+    """A process group as data, for code that asks for its size and for the place of this rank."""
 
-    Attributes:
-        ranks: Global ranks, in order.
-        place: Index of this rank among them.
-        group_name: Name of its axis.
-    """
-
-    ranks: tuple[int, ...]
-    place: int
-    group_name: str
+    ranks: tuple[int, ...]  # global ranks, in order
+    place: int  # index of this rank among them
+    group_name: str  # name of its axis
 
     def size(self) -> int:
         """The number of ranks."""
@@ -41,21 +35,13 @@ class RanksOfGroup:
 
 @dataclasses.dataclass(frozen=True)
 class MeshOfRank:
-    """The process groups of one rank as data, with the methods of `Mesh` that read them.
+    """The process groups of one rank as data, with the methods of `Mesh` that read them."""
 
-    Attributes:
-        layout: The sizes.
-        rank: The global rank.
-        coordinates: Its index on each axis.
-        groups: By axis.
-        axis_places: `Mesh.places` of axes that shard parameters.
-    """
-
-    layout: ParallelLayout
-    rank: int
-    coordinates: Coordinates
-    groups: Mapping[str, RanksOfGroup]
-    axis_places: Mapping[str, Mapping[str, int]]
+    layout: ParallelLayout  # the sizes
+    rank: int  # the global rank
+    coordinates: Coordinates  # its index on each axis
+    groups: Mapping[str, RanksOfGroup]  # by axis
+    axis_places: Mapping[str, Mapping[str, int]]  # `Mesh.places` of axes that shard parameters
 
     @classmethod
     def of(cls, layout: ParallelLayout, rank: int) -> MeshOfRank:

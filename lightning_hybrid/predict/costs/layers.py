@@ -20,33 +20,22 @@ Sharding = Literal["columns", "inner", "count", ""]
 
 @dataclass(frozen=True)
 class Product:
-    """Equal matrix products ``[rows, inner] @ [inner, columns]`` of one layer's forward, for one sample.
+    """Equal matrix products ``[rows, inner] @ [inner, columns]`` of one layer's forward, for one sample."""
 
-    Attributes:
-        rows: Rows for one sample, such as the length of a sequence.
-        inner: The size that is summed over.
-        columns: Columns of the result.
-        count: How many such products one sample takes, such as the number of heads.
-        sharded: What tensor ranks divide; empty if each of them computes all of it.
-        has_weight: Whether the second operand is a parameter, shared by all samples: the samples of a microbatch then
-            make one product with more rows. Otherwise they make more products.
-        is_attention: Whether it belongs to attention scores, which context ranks and causal masks shorten.
-        active_share: Share of the rows that are computed, such as the causal half of attention scores.
-        repeats: Whether a second forward in the backward runs it. PyTorch's checkpoint stops at the last tensor that
-            the backward needs (``set_checkpoint_early_stop``), before a product whose result nothing saves.
-        in_float8: Whether 8-bit precisions convert its operands; otherwise they stay in 16 bits.
-    """
-
-    rows: float
-    inner: float
-    columns: float
-    count: float = 1.0
-    sharded: Sharding = ""
+    rows: float  # rows for one sample, such as the length of a sequence
+    inner: float  # the size that is summed over
+    columns: float  # columns of the result
+    count: float = 1.0  # how many such products one sample takes, such as the number of heads
+    sharded: Sharding = ""  # what tensor ranks divide; empty if each of them computes all of it
+    # whether the second operand is a parameter, shared by all samples: the samples of a microbatch then make one
+    # product with more rows. Otherwise they make more products.
     has_weight: bool = True
-    is_attention: bool = False
-    active_share: float = 1.0
+    is_attention: bool = False  # whether it belongs to attention scores, which context ranks and causal masks shorten
+    active_share: float = 1.0  # share of the rows that are computed, such as the causal half of attention scores
+    # whether a second forward in the backward runs it. PyTorch's checkpoint stops at the last tensor that the backward
+    # needs (``set_checkpoint_early_stop``), before a product whose result nothing saves.
     repeats: bool = True
-    in_float8: bool = True
+    in_float8: bool = True  # whether 8-bit precisions convert its operands; otherwise they stay in 16 bits
 
     @property
     def flops(self) -> float:
@@ -59,57 +48,35 @@ class LayerCosts:
     """Costs of one layer, or of ``count`` equal layers in a row, for one sample.
 
     Sizes of tensors are numbers of elements; the layout's number format gives the bytes of an element.
-
-    Attributes:
-        name: FQN or kind of the layer.
-        count: Equal layers in a row.
-        products: Its matrix products.
-        parameters: Number of parameters of one layer, experts included.
-        sharded_parameters: Those that tensor ranks divide, experts not included.
-        routed_parameters: Those among which tokens are routed (experts).
-        moved: Elements that memory-bound operations read and write in the forward, besides products and scores.
-        moved_scores: Elements of attention scores that a softmax outside the products reads and writes.
-        replicated_moved: The part of ``moved`` that tensor ranks do not divide, unless sequence parallel.
-        saved: Elements saved for the backward, without attention scores.
-        replicated_saved: The part of ``saved`` that tensor ranks do not divide, unless sequence parallel.
-        saved_scores: Elements of attention scores saved; "selective" recomputation saves none.
-        selective_saved: Elements saved under selective recomputation (results of expensive operations).
-        full_saved: Elements saved under full recomputation; ``outputs`` if None.
-        outputs: Elements of its result, which the next stage receives.
-        reductions: All-reduces of ``outputs`` over tensor ranks in the forward; as many in the backward.
-        kernels: Kernels started in the forward.
-        float32_saved: Elements saved in 32 bits besides ``saved``, such as logits of a loss.
-        loss_saved: The part of ``saved`` that a loss over classes saves; a loss in chunks saves none.
-        peak_only: Elements held in 32 bits during the layer's backward alone, in each of two gradients.
-        repeats: Whether the backward may run its forward again; that of layers, not of an embedding or a loss.
-        has_full_positions: Whether each context rank computes all positions of it, as the strategies do of an embedding
-            and of a loss: of whatever has no argument of its result's shape.
-        routed_tokens: Rows that each of all-to-all carries to experts and back; 0 without experts.
     """
 
-    name: str
-    count: int = 1
-    products: tuple[Product, ...] = ()
-    parameters: int = 0
-    sharded_parameters: int = 0
-    routed_parameters: int = 0
+    name: str  # FQN or kind of the layer
+    count: int = 1  # equal layers in a row
+    products: tuple[Product, ...] = ()  # its matrix products
+    parameters: int = 0  # number of parameters of one layer, experts included
+    sharded_parameters: int = 0  # those that tensor ranks divide, experts not included
+    routed_parameters: int = 0  # those among which tokens are routed (experts)
+    # elements that memory-bound operations read and write in the forward, besides products and scores
     moved: float = 0.0
-    moved_scores: float = 0.0
-    replicated_moved: float = 0.0
-    saved: float = 0.0
-    replicated_saved: float = 0.0
-    saved_scores: float = 0.0
-    selective_saved: float = 0.0
-    full_saved: float | None = None
-    outputs: float = 0.0
-    reductions: int = 0
-    kernels: int = 0
-    float32_saved: float = 0.0
-    loss_saved: float = 0.0
-    peak_only: float = 0.0
+    moved_scores: float = 0.0  # elements of attention scores that a softmax outside the products reads and writes
+    replicated_moved: float = 0.0  # the part of ``moved`` that tensor ranks do not divide, unless sequence parallel
+    saved: float = 0.0  # elements saved for the backward, without attention scores
+    replicated_saved: float = 0.0  # the part of ``saved`` that tensor ranks do not divide, unless sequence parallel
+    saved_scores: float = 0.0  # elements of attention scores saved; "selective" recomputation saves none
+    selective_saved: float = 0.0  # elements saved under selective recomputation (results of expensive operations)
+    full_saved: float | None = None  # elements saved under full recomputation; ``outputs`` if None
+    outputs: float = 0.0  # elements of its result, which the next stage receives
+    reductions: int = 0  # all-reduces of ``outputs`` over tensor ranks in the forward; as many in the backward
+    kernels: int = 0  # kernels started in the forward
+    float32_saved: float = 0.0  # elements saved in 32 bits besides ``saved``, such as logits of a loss
+    loss_saved: float = 0.0  # the part of ``saved`` that a loss over classes saves; a loss in chunks saves none
+    peak_only: float = 0.0  # elements held in 32 bits during the layer's backward alone, in each of two gradients
+    # whether the backward may run its forward again; that of layers, not of an embedding or a loss
     repeats: bool = True
+    # whether each context rank computes all positions of it, as the strategies do of an embedding and of a loss: of
+    # whatever has no argument of its result's shape
     has_full_positions: bool = False
-    routed_tokens: float = 0.0
+    routed_tokens: float = 0.0  # rows that each of all-to-all carries to experts and back; 0 without experts
 
     @property
     def flops(self) -> float:
@@ -119,42 +86,27 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Costs of a model.
+    """Costs of a model."""
 
-    Attributes:
-        name: For reports.
-        layers: In order of execution; the partition into stages is contiguous.
-        positions: Tokens of one sample, 1 if it is no sequence.
-        heads: The number that tensor ranks must divide; None if unknown.
-        key_value_heads: The same of keys and values.
-        routes: Experts of a layer among which tokens are routed; 0 without.
-        has_tied_embedding: Whether the first and the last layer share a parameter, counted in the first.
-        is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
-        frozen_parameters: Parameters without gradients.
-        has_batch_norm: Whether layers take statistics of each microbatch, so that results depend on their number.
-        why_no_stages: Why its step cannot be run in stages, and on microbatches; empty if it may.
-        notes: For reports.
-        layers_of_few_stages: The layers of layouts with 1, 2, ... stages; those of more stages are ``layers``.
-        names_checksum: `checksum_of_names` of the parameters; 0 if these are unknown.
-        sample_elements: Elements of the tensors of one sample; 0 if unknown.
-        correction: Of predictions, by the measured steps of a run of this model; None if there is none.
-    """
-
-    name: str
-    layers: tuple[LayerCosts, ...]
-    positions: int = 1
-    heads: int | None = None
-    key_value_heads: int | None = None
-    routes: int = 0
-    has_tied_embedding: bool = False
+    name: str  # for reports
+    layers: tuple[LayerCosts, ...]  # in order of execution; the partition into stages is contiguous
+    positions: int = 1  # tokens of one sample, 1 if it is no sequence
+    heads: int | None = None  # the number that tensor ranks must divide; None if unknown
+    key_value_heads: int | None = None  # the same of keys and values
+    routes: int = 0  # experts of a layer among which tokens are routed; 0 without
+    has_tied_embedding: bool = False  # whether the first and the last layer share a parameter, counted in the first
+    # whether the costs come from a recorded step or configuration; False if estimated from parameters
     is_traced: bool = True
-    frozen_parameters: int = 0
+    frozen_parameters: int = 0  # parameters without gradients
+    # whether layers take statistics of each microbatch, so that results depend on their number
     has_batch_norm: bool = False
-    why_no_stages: str = ""
-    notes: tuple[str, ...] = field(default=())
+    why_no_stages: str = ""  # why its step cannot be run in stages, and on microbatches; empty if it may
+    notes: tuple[str, ...] = field(default=())  # for reports
+    # the layers of layouts with 1, 2, ... stages; those of more stages are ``layers``.
     layers_of_few_stages: tuple[tuple[LayerCosts, ...], ...] = ()
-    names_checksum: int = 0
-    sample_elements: float = 0.0
+    names_checksum: int = 0  # `checksum_of_names` of the parameters; 0 if these are unknown
+    sample_elements: float = 0.0  # elements of the tensors of one sample; 0 if unknown
+    # of predictions, by the measured steps of a run of this model; None if there is none
     correction: Correction | None = None
 
     @property

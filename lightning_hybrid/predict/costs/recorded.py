@@ -21,20 +21,13 @@ _OVER_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded training step, with its layers as units.
+    """A recorded training step, with its layers as units."""
 
-    Attributes:
-        graph: The step.
-        shapes: Shape of each parameter, by FQN.
-        samples: Samples of the recorded batch.
-        routings: The experts of each unit, by its FQN.
-        sharded: FQNs of the parameters that tensor ranks shard; None if that is not known: then all matrices.
-    """
-
-    graph: StepGraph
-    shapes: Shapes
-    samples: int
-    routings: Mapping[str, Sequence[Routing]]
+    graph: StepGraph  # the step
+    shapes: Shapes  # shape of each parameter, by FQN
+    samples: int  # samples of the recorded batch
+    routings: Mapping[str, Sequence[Routing]]  # the experts of each unit, by its FQN
+    # FQNs of the parameters that tensor ranks shard; None if that is not known: then all matrices
     sharded: Set[str] | None = None
 
     def layers(self, part_of: Mapping[str, str]) -> list[LayerCosts]:
@@ -143,17 +136,11 @@ class RecordedStep:
 
 @dataclass
 class _Group:
-    """Nodes of one layer: a unit, or operations between units that read parameters, with what follows them.
+    """Nodes of one layer: a unit, or operations between units that read parameters, with what follows them."""
 
-    Attributes:
-        name: FQN of the unit, or of what the first of the parameters belongs to.
-        nodes: In order.
-        unit: Indices of the nodes of the unit itself.
-    """
-
-    name: str
-    nodes: list[Node] = field(default_factory=list)
-    unit: set[int] = field(default_factory=set)
+    name: str  # FQN of the unit, or of what the first of the parameters belongs to
+    nodes: list[Node] = field(default_factory=list)  # in order
+    unit: set[int] = field(default_factory=set)  # indices of the nodes of the unit itself
 
 
 def _groups(graph: StepGraph, part_of: Mapping[str, str]) -> Iterator[_Group]:
@@ -244,15 +231,10 @@ def _element_bytes(group: _Group, graph: StepGraph) -> float:
 
 
 class LossBytes(NamedTuple):
-    """Bytes of one recorded step around its loss.
+    """Bytes of one recorded step around its loss."""
 
-    Attributes:
-        saved: Bytes that a loss over classes saves for its backward; 0 for other losses.
-        backward: Bytes of gradients that are held at once, at the peak of the backward, besides all saved bytes.
-    """
-
-    saved: float
-    backward: float
+    saved: float  # bytes that a loss over classes saves for its backward; 0 for other losses
+    backward: float  # bytes of gradients that are held at once, at the peak of the backward, besides all saved bytes
 
 
 def bytes_of_loss(nodes: Sequence[Node], graph: StepGraph) -> LossBytes:

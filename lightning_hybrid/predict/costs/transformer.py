@@ -33,46 +33,27 @@ _ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotar
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """Sizes of a decoder or encoder of equal layers.
+    """Sizes of a decoder or encoder of equal layers."""
 
-    Attributes:
-        layers: Number of layers.
-        hidden: Width.
-        ffn: Inner width of the MLP.
-        heads: Heads of attention.
-        vocabulary: Rows of the embedding.
-        positions: Tokens of one sample.
-        key_value_heads: Heads of keys and values; as many as ``heads`` if None.
-        head_size: Width of a head; ``hidden / heads`` if None.
-        is_gated: Whether the MLP has a gate (SwiGLU): three matrices instead of two.
-        is_causal: Whether positions attend to earlier ones alone.
-        has_learned_positions: Whether each position has an embedding.
-        has_dropout: Whether the residual branches have dropout.
-        has_tied_embedding: Whether the head uses the embedding's parameter.
-        fused_attention: Whether scores of attention stay in the kernel.
-        fused_kernels: Whether activation functions, dropout with residuals, and masks with softmax are one kernel each,
-            as by Megatron-LM or a compiler; otherwise each of their operations reads and writes memory.
-        experts: MLPs per layer among which tokens are routed; 0 for one MLP without a router.
-        experts_per_token: How many of these compute each token.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    vocabulary: int
-    positions: int
-    key_value_heads: int | None = None
-    head_size: int | None = None
-    is_gated: bool = False
-    is_causal: bool = True
-    has_learned_positions: bool = False
-    has_dropout: bool = False
-    has_tied_embedding: bool = True
-    fused_attention: bool = True
+    layers: int  # number of layers
+    hidden: int  # width
+    ffn: int  # inner width of the MLP
+    heads: int  # heads of attention
+    vocabulary: int  # rows of the embedding
+    positions: int  # tokens of one sample
+    key_value_heads: int | None = None  # heads of keys and values; as many as ``heads`` if None
+    head_size: int | None = None  # width of a head; ``hidden / heads`` if None
+    is_gated: bool = False  # whether the MLP has a gate (SwiGLU): three matrices instead of two
+    is_causal: bool = True  # whether positions attend to earlier ones alone
+    has_learned_positions: bool = False  # whether each position has an embedding
+    has_dropout: bool = False  # whether the residual branches have dropout
+    has_tied_embedding: bool = True  # whether the head uses the embedding's parameter
+    fused_attention: bool = True  # whether scores of attention stay in the kernel
+    # whether activation functions, dropout with residuals, and masks with softmax are one kernel each, as by Megatron-
+    # LM or a compiler; otherwise each of their operations reads and writes memory
     fused_kernels: bool = True
-    experts: int = 0
-    experts_per_token: int = 1
+    experts: int = 0  # MLPs per layer among which tokens are routed; 0 for one MLP without a router
+    experts_per_token: int = 1  # how many of these compute each token
 
 
 def transformer_costs(shape: TransformerShape, name: str = "transformer") -> ModelCosts:

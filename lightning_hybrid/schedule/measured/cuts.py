@@ -37,19 +37,12 @@ _MOST_WORK = 300_000
 
 @dataclass(frozen=True)
 class CutProposal:
-    """Cuts that are predicted to be faster than the present ones.
+    """Cuts that are predicted to be faster than the present ones."""
 
-    Attributes:
-        cuts: FQNs of the first unit of each stage but the first, as ``pipeline_cuts`` takes them.
-        present: The same of the present stages.
-        seconds: Of the schedule with the present stages, simulated.
-        proposed_seconds: Of the schedule with the proposed ones, simulated.
-    """
-
-    cuts: tuple[str, ...]
-    present: tuple[str, ...]
-    seconds: float
-    proposed_seconds: float
+    cuts: tuple[str, ...]  # FQNs of the first unit of each stage but the first, as ``pipeline_cuts`` takes them
+    present: tuple[str, ...]  # the same of the present stages
+    seconds: float  # of the schedule with the present stages, simulated
+    proposed_seconds: float  # of the schedule with the proposed ones, simulated
 
     def gain(self, step_seconds: float) -> float:
         """The share of a measured step that the cuts are predicted to save."""
@@ -194,17 +187,11 @@ _FLOOR = 1e-3  # of a mean group: what the estimates do not count may take long
 
 @dataclass(frozen=True)
 class MeasuredCut:
-    """The measurement of one cut.
+    """The measurement of one cut."""
 
-    Attributes:
-        assignment: Of the step's nodes to stages.
-        stages: Measured, by number.
-        step_seconds: Of a step.
-    """
-
-    assignment: Assignment
-    stages: Sequence[StageSeconds]
-    step_seconds: float
+    assignment: Assignment  # of the step's nodes to stages
+    stages: Sequence[StageSeconds]  # measured, by number
+    step_seconds: float  # of a step
 
     def is_of_same_step(self, other: MeasuredCut) -> bool:
         """Whether the nodes of both recordings are the same."""

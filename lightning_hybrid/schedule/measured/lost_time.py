@@ -66,15 +66,10 @@ class TimeByCause:
 
 @dataclass(frozen=True)
 class LostTime:
-    """The lost time of one step.
+    """The lost time of one step."""
 
-    Attributes:
-        total: By how much each cause makes the step longer; the mean over pipelines.
-        ranks: For each lane what it did and waited for.
-    """
-
-    total: TimeByCause
-    ranks: tuple[TimeByCause, ...]
+    total: TimeByCause  # by how much each cause makes the step longer; the mean over pipelines
+    ranks: tuple[TimeByCause, ...]  # for each lane what it did and waited for
 
 
 def measured_schedule(timeline: Timeline, num_stages: int) -> Schedule | None:

@@ -42,19 +42,12 @@ def find_lists(root: nn.Module) -> dict[ListPath, list[Any]]:
 
 
 class RecordedCall(NamedTuple):
-    """An entry of a list of calls that are made after the step: once per batch, and never one per sample.
+    """An entry of a list of calls that are made after the step: once per batch, and never one per sample."""
 
-    Attributes:
-        target: Which object is called.
-        name: The method.
-        args: Its arguments by position.
-        kwargs: Its arguments by name.
-    """
-
-    target: str
-    name: str
-    args: dict[int, Any]
-    kwargs: dict[str, Any]
+    target: str  # which object is called
+    name: str  # the method
+    args: dict[int, Any]  # its arguments by position
+    kwargs: dict[str, Any]  # its arguments by name
 
 
 def with_kept_values(

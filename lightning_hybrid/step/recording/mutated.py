@@ -23,17 +23,11 @@ _ARGUMENTS_OF_KERNEL = 9  # torch.batch_norm takes all of its arguments; those o
 
 
 class BufferInfo(NamedTuple):
-    """A buffer of the user's module.
+    """A buffer of the user's module."""
 
-    Attributes:
-        name: Its FQN.
-        inside: Whether it is inside a unit.
-        memory: Key of its storage (``storage_id``).
-    """
-
-    name: str
-    inside: bool
-    memory: int
+    name: str  # its FQN
+    inside: bool  # whether it is inside a unit
+    memory: int  # key of its storage (``storage_id``)
 
 
 def buffers_of(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, BufferInfo]:

@@ -50,19 +50,13 @@ RETURNED = "what the step returns"
 
 
 class EscapedValues(NamedTuple):
-    """Values of the model that outlive a step.
+    """Values of the model that outlive a step."""
 
-    Attributes:
-        paths: Attribute paths at which values stay reachable from the modules.
-        values: These values, and those that numbers were read from if any of the numbers stays.
-        numbers: Path and line of the first such number (empty if none stays), and the values read.
-        returns: Output of the step, with a ``ReturnedTensor`` in place of each tensor.
-    """
-
-    paths: tuple[tuple[AttributePath, int], ...]
-    values: tuple[int, ...]
+    paths: tuple[tuple[AttributePath, int], ...]  # attribute paths at which values stay reachable from the modules
+    values: tuple[int, ...]  # these values, and those that numbers were read from if any of the numbers stays
+    # path and line of the first such number (empty if none stays), and the values read
     numbers: tuple[str, tuple[int, ...]]
-    returns: Any
+    returns: Any  # output of the step, with a ``ReturnedTensor`` in place of each tensor
 
 
 def find_escaped_values(

@@ -35,34 +35,22 @@ from lightning_hybrid.step.tracing.recording import Recording
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to record one run of a step.
+    """How to record one run of a step."""
 
-    Attributes:
-        root: The user's LightningModule.
-        step: Runs the step on one microbatch, in the contexts (autocast, grad mode) of training.
-        units: Modules that are one node each, by FQN.
-        name: Name of the step, for messages.
-        randomness: Its generators are left as they were.
-        loss_required: Whether the step must return a loss.
-        tracked: FQNs of buffers that have an owner stage like parameters.
-        unguarded_reads: Collects reads of state that may differ in the next batch and that no guard covers.
-        draws_as: Number of the step and microbatch that key the random numbers of glue.
-        guesses: Results, in turn, of reads by which the step branches on values of the model, in a recording that is
-            only inspected; empty where it will be replayed and such reads are refused.
-        absent_number: The result of reads of absent values, in the search for branches on them.
-    """
-
-    root: nn.Module
-    step: Callable[[], Any]
-    units: Mapping[str, nn.Module]
-    name: str
-    randomness: KeyedRandomness
-    loss_required: bool = False
-    tracked: Collection[str] = ()
+    root: nn.Module  # the user's LightningModule
+    step: Callable[[], Any]  # runs the step on one microbatch, in the contexts (autocast, grad mode) of training
+    units: Mapping[str, nn.Module]  # modules that are one node each, by FQN
+    name: str  # name of the step, for messages
+    randomness: KeyedRandomness  # its generators are left as they were
+    loss_required: bool = False  # whether the step must return a loss
+    tracked: Collection[str] = ()  # FQNs of buffers that have an owner stage like parameters
+    # collects reads of state that may differ in the next batch and that no guard covers
     unguarded_reads: UnguardedReads = field(default_factory=UnguardedReads)
-    draws_as: tuple[int, int] = (0, 0)
+    draws_as: tuple[int, int] = (0, 0)  # number of the step and microbatch that key the random numbers of glue
+    # results, in turn, of reads by which the step branches on values of the model, in a recording that is only
+    # inspected; empty where it will be replayed and such reads are refused
     guesses: Sequence[bool] = ()
-    absent_number: float | None = None
+    absent_number: float | None = None  # the result of reads of absent values, in the search for branches on them
 
     def record(self, *, full_graph: bool = False) -> Recording:
         """Record the step, and again if the full graph is needed or a container class was found.

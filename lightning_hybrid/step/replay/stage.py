@@ -51,21 +51,14 @@ _HOOK_SETUP_EVENT = "apply:BackwardHookFunction"  # of hooks on all modules, or 
 
 @dataclasses.dataclass
 class StageRun:
-    """Results of one stage on one microbatch.
+    """Results of one stage on one microbatch."""
 
-    Attributes:
-        result: Output of the step; tensors of other stages in it are absent.
-        made: The values that other stages, the backward or the user's attributes need, by index.
-        placeholders: Absent tensors that user code may still refer to, as (value index, tensor).
-        numbers_read: Line at which a number was last read from a tensor that is absent here; empty if none was.
-        scalars: The scalars that the stage computed.
-    """
-
-    result: Any
-    made: dict[int, Tensor]
+    result: Any  # output of the step; tensors of other stages in it are absent
+    made: dict[int, Tensor]  # the values that other stages, the backward or the user's attributes need, by index
+    # absent tensors that user code may still refer to, as (value index, tensor)
     placeholders: list[tuple[int, FakeTensor]]
-    numbers_read: str = ""
-    scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)
+    numbers_read: str = ""  # line at which a number was last read from a tensor that is absent here; empty if none was
+    scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)  # the scalars that the stage computed
 
     def kept(self, wanted: Collection[int], earlier: StageRun | None) -> StageRun:
         """What outlives the step: detached values among ``wanted``, joined with an earlier stage of the rank."""

@@ -22,15 +22,10 @@ from lightning_hybrid.step.standins.tensors import limit_kernel_cache
 
 
 class PackedByOuterHooks(NamedTuple):
-    """A saved tensor in the form that hooks around others have given it, since torch calls the innermost ones alone.
+    """A saved tensor in the form that hooks around others have given it, since torch calls the innermost ones alone."""
 
-    Attributes:
-        packed: What they have made of it.
-        unpack: Their function that undoes it.
-    """
-
-    packed: Any
-    unpack: Callable[[Any], Tensor]
+    packed: Any  # what they have made of it
+    unpack: Callable[[Any], Tensor]  # their function that undoes it
 
     def restore(self) -> Tensor:
         """The tensor, of the shape it was saved with."""
@@ -38,17 +33,11 @@ class PackedByOuterHooks(NamedTuple):
 
 
 class SavedTensors(NamedTuple):
-    """The tensors that one operation saves.
+    """The tensors that one operation saves."""
 
-    Attributes:
-        inner_bytes: Bytes of those that are neither inputs nor outputs, nor parameters or buffers.
-        inputs: Positions of the inputs whose memory it saves.
-        outputs: Positions of the outputs whose memory it saves.
-    """
-
-    inner_bytes: int = 0
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
+    inner_bytes: int = 0  # bytes of those that are neither inputs nor outputs, nor parameters or buffers
+    inputs: tuple[int, ...] = ()  # positions of the inputs whose memory it saves
+    outputs: tuple[int, ...] = ()  # positions of the outputs whose memory it saves
 
 
 class SavedForBackward:

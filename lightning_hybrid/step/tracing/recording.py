@@ -25,21 +25,14 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """Describes the result of a node, so that ranks that do not run the node can rebuild it.
+    """Describes the result of a node, so that ranks that do not run the node can rebuild it."""
 
-    Attributes:
-        leaves: The leaves of the result.
-        spec: The container around them.
-        written: Inputs written in place, as (index among the input leaves, value afterwards).
-        attribute_inputs: Paths of inputs that a unit reads from its own modules; they follow those of its arguments.
-        signature: The op signature of the node, and its sizes.
-    """
-
-    leaves: tuple[Leaf, ...]
-    spec: Spec | None
-    written: tuple[tuple[int, int], ...]
+    leaves: tuple[Leaf, ...]  # the leaves of the result
+    spec: Spec | None  # the container around them
+    written: tuple[tuple[int, int], ...]  # inputs written in place, as (index among the input leaves, value afterwards)
+    # paths of inputs that a unit reads from its own modules; they follow those of its arguments
     attribute_inputs: tuple[AttributePath, ...] = ()
-    signature: tuple[Hashable, Hashable] = ((), ())
+    signature: tuple[Hashable, Hashable] = ((), ())  # the op signature of the node, and its sizes
 
 
 @dataclasses.dataclass(frozen=True)

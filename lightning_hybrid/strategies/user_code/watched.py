@@ -44,17 +44,11 @@ _HOOKS = (
 
 @dataclasses.dataclass(frozen=True)
 class HookWatch:
-    """Wraps hooks of the user in reads of full parameters.
+    """Wraps hooks of the user in reads of full parameters."""
 
-    Attributes:
-        trainer: Its callbacks are wrapped too.
-        owner: The owner of the run; a hook may change its layout, by the step that it runs.
-        reads: Of the first layout.
-    """
-
-    trainer: pl.Trainer
-    owner: Any
-    reads: HookReads
+    trainer: pl.Trainer  # its callbacks are wrapped too
+    owner: Any  # the owner of the run; a hook may change its layout, by the step that it runs
+    reads: HookReads  # of the first layout
 
     @property
     def is_sharded(self) -> bool:

@@ -121,17 +121,11 @@ def _replica_sampler(
 
 @dataclasses.dataclass(frozen=True)
 class _ReplicaLog:
-    """Values that the steps of one replica logged under one key.
+    """Values that the steps of one replica logged under one key."""
 
-    Attributes:
-        meta: Lightning's description of the key, without what refers to this process.
-        value: The sum, maximum or minimum so far; None for a Metric object, which syncs itself.
-        weight: Sum of the batch sizes, for means.
-    """
-
-    meta: dict[str, Any]
-    value: torch.Tensor | None
-    weight: torch.Tensor | None
+    meta: dict[str, Any]  # lightning's description of the key, without what refers to this process
+    value: torch.Tensor | None  # the sum, maximum or minimum so far; None for a Metric object, which syncs itself
+    weight: torch.Tensor | None  # sum of the batch sizes, for means
 
 
 class _LoopResults:

@@ -164,11 +164,9 @@ class PublishedMesh(DeviceMesh):
     """A mesh whose submeshes and coordinates are the same wherever they are read.
 
     A ``DeviceMesh`` finds its coordinates by ``get_rank``, which means the data axes while user code runs.
-
-    Attributes:
-        launcher_world: Entered around methods that read ranks.
     """
 
+    # entered around methods that read ranks
     launcher_world: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     __getitem__ = _in_launcher_world(DeviceMesh.__getitem__)
