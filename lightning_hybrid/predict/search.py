@@ -85,6 +85,13 @@ def search_layouts(
     for search in searches:
         if found := search.run():
             return found
+    replicas = fixed.get("data", 0)
+    if replicas and not searches[-1].plans and allowed.tensor and "tensor" not in fixed and worlds[-1] % replicas == 0:
+        # Nothing else divides the model: tensor ranks compute the same where they shard little.
+        fixed = {**fixed, "tensor": worlds[-1] // replicas}
+        candidates = Candidates(costs, hardware, worlds[-1], batch, is_replica_batch, fixed, options[1])
+        if found := _Search(candidates, number_format, objective).run():
+            return found
     raise searches[-1].nothing_fits()
 
 

@@ -267,6 +267,18 @@ def test_rejected_families_give_both_numbers():
     assert all(re.search(r"\d", r.reason) for name, r in reasons.items() if name != "expert ranks")
 
 
+def test_tensor_ranks_that_shard_nothing_are_the_last_resort():
+    # A manual step of few samples: no stages, no heads, one replica as set.
+    layers = tuple(
+        dataclasses.replace(layer, products=tuple(dataclasses.replace(p, sharded="") for p in layer.products))
+        for layer in SMALL.layers
+    )
+    costs = dataclasses.replace(SMALL, layers=layers, heads=0, positions=1, why_no_stages="it is manual")
+    [best] = search_layouts(costs, MASTER, A100, 2, batch=8, fixed={"data": 1}).plans
+    assert best.layout.tensor == 2
+    assert search_layouts(costs, MASTER, A100, 2, batch=8).best.layout.tensor == 1, "replicas where they may be chosen"
+
+
 def test_nothing_fits_names_the_nearest_and_what_is_missing():
     allowed = Allowed(offload=False)
     with pytest.raises(PlanError) as caught:
