@@ -24,6 +24,24 @@ class SwappedNames(nn.Module):
         return out
 
 
+class BestOfFour(nn.Module):
+    """The best of four experts for each sample."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.router = nn.Linear(features, 4, bias=False)
+        experts = (nn.Sequential(nn.Linear(features, 12), nn.Tanh(), nn.Linear(12, features)) for _ in range(4))
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x):
+        gate, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mask = chosen == index
+            out[mask] = expert(x[mask]) * gate[mask].unsqueeze(-1)
+        return x + out
+
+
 class Around(nn.Module):
     def __init__(self, inner):
         super().__init__()

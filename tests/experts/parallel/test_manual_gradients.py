@@ -9,23 +9,7 @@ import torch
 from faults.layouts import FEATURES, Case, Regression, check
 from torch import Tensor, nn
 
-
-class Routed(nn.Module):
-    """The best of four experts for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(FEATURES, 4, bias=False)
-        experts = (nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, FEATURES)) for _ in range(4))
-        self.experts = nn.ModuleList(experts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, chosen = self.router(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            mask = chosen == index
-            out[mask] = expert(x[mask]) * gate[mask].unsqueeze(-1)
-        return x + out
+from models.expert_modules import BestOfFour
 
 
 class ReadsGradients(Regression):
@@ -34,7 +18,7 @@ class ReadsGradients(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.layers = nn.ModuleList(Routed() for _ in range(2))
+        self.layers = nn.ModuleList(BestOfFour(FEATURES) for _ in range(2))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         optimizer = self.optimizers()
