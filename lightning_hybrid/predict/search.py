@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_hybrid.errors import PlanError
@@ -82,15 +83,8 @@ def search_layouts(
         _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
         for ranks in worlds
     ]
-    for search in searches:
+    for search in itertools.chain(searches, searches[-1].last_resort()):
         if found := search.run():
-            return found
-    replicas = fixed.get("data", 0)
-    if replicas and not searches[-1].plans and allowed.tensor and "tensor" not in fixed and worlds[-1] % replicas == 0:
-        # Nothing else divides the model: tensor ranks compute the same where they shard little.
-        fixed = {**fixed, "tensor": worlds[-1] // replicas}
-        candidates = Candidates(costs, hardware, worlds[-1], batch, is_replica_batch, fixed, options[1])
-        if found := _Search(candidates, number_format, objective).run():
             return found
     raise searches[-1].nothing_fits()
 
@@ -234,6 +228,14 @@ class _Search:
         chosen = self._score(best)[-1]
         others = [simplest_of_tied(plans, self._score, chosen) for plans in meshes.values()]
         return [best, *sorted(others, key=self._score)]
+
+    def last_resort(self) -> Iterator[_Search]:
+        """Yield a search with tensor ranks that shard little, where nothing else divides the model."""
+        candidates, data = self.candidates, self.candidates.fixed.get("data", 0)
+        is_open = candidates.allowed.tensor and "tensor" not in candidates.fixed
+        if not self.plans and is_open and data and candidates.ranks % data == 0:
+            fixed = {**candidates.fixed, "tensor": candidates.ranks // data}
+            yield _Search(dataclasses.replace(candidates, fixed=fixed), self.number_format, self.objective)
 
     def nothing_fits(self) -> PlanError:
         """Return the error that names the nearest layout, and what is missing."""
