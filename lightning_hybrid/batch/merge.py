@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -19,8 +19,17 @@ from lightning_hybrid.step.objects.pytree import children_of, flatten, mapping_l
 from lightning_hybrid.step.standins.numbers import source_values
 from lightning_hybrid.step.standins.tensors import is_absent
 
-# The metric's FQN, the number of its call in the step, and the position or name of the argument.
-Argument: TypeAlias = tuple[str, int, str]
+
+class Argument(NamedTuple):
+    """A number that a step gives to a metric."""
+
+    metric: str  # its FQN
+    call: int  # number of the metric's call in the step
+    name: str  # name of the argument, or its position in digits
+
+
+# How numbers of parts make that of the whole, where it is no mean.
+REDUCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "max": max, "min": min}
 
 
 def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int | None], *, step: str = "") -> Any:
@@ -42,10 +51,9 @@ class Microbatches:
     Attributes:
         weights: Of the microbatches in means.
         sizes: Number of samples of each microbatch, if known.
-        reductions: What arguments of metrics are of those of the microbatches, by ``Argument``, where it was measured:
-            their "mean", "sum", "max" or "min".
-        by_samples: Those arguments whose mean weighs by samples in any case.
-        guessed: Those numbers among the arguments so far whose reduction is not known.
+        reductions: By ``Argument``, how microbatches make its number: "mean", "sum", "max" or "min"; where measured.
+        by_samples: Arguments whose mean weighs by samples in any case.
+        guessed: Numbers among the arguments so far without a measured reduction.
     """
 
     weights: Sequence[float]
@@ -72,8 +80,7 @@ class Microbatches:
             total = sum(weights) or 1.0
             return weighted_mean(numbers, [weight / total for weight in weights])
         # An integer is a mean only where it was equal in all parts, as an extreme may be.
-        plain: dict[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "mean": max, "max": max, "min": min}
-        return plain[how](numbers)
+        return REDUCTIONS.get(how, max)(numbers)
 
     def scalar_of(self, column: list[Any]) -> Tensor | None:
         """The scalar of the full batch from its microbatches' scalars, where it is known to be no mean of these."""
@@ -117,7 +124,7 @@ def join_arguments(
     named = {i: named_arguments(*each) for i, each in calls.items()}
     for name in named_arguments(tuple(args), kwargs):
         column = {i: each[name] for i, each in named.items() if name in each}
-        if len(column) > 1 and (number := microbatches.number_of((*call, name), column)) is not None:
+        if len(column) > 1 and (number := microbatches.number_of(Argument(*call, name), column)) is not None:
             if name in kwargs:
                 kwargs[name] = number
             else:

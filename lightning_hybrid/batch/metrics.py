@@ -152,7 +152,7 @@ class FullBatchMetrics:
     def take_numbers(self) -> dict[Argument, float]:
         """Forget the calls of one microbatch; returns the numbers among their arguments."""
         made = [
-            ((fqn, number, name), value)
+            (Argument(fqn, number, name), value)
             for found in self.calls.values()
             for fqn, row in found.items()
             for number, (_, args, kwargs) in enumerate(row)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid import patching
-from lightning_hybrid.batch.merge import Argument
+from lightning_hybrid.batch.merge import REDUCTIONS, Argument
 from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 from lightning_hybrid.step.standins.tensors import MARK, is_absent
 
@@ -86,8 +86,7 @@ class Entry:
             and over != "mean"
             and (how := over or self._known_reduction([counts[index] for index in logged], values))
         ):
-            plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
-            return float(plain[how](values))
+            return float(REDUCTIONS[how](values))
         total = 1.0 if len(logged) == len(weights) else sum(weights[index] for index in logged) or 1.0
         return sum(value * (weights[index] / total) for value, index in zip(values, logged, strict=True))
 
@@ -126,7 +125,9 @@ def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
 
 def describe_unexplained(step: str, key: Key | Argument, full: float, mean: float) -> str:
     """The warning about a number, logged or given to a metric, that the numbers of its batch's parts do not give."""
-    made = f"logs {key[0]!r}" if len(key) == 2 else f"calls the metric {key[0]!r} with a number (argument {key[2]})"
+    made = f"logs {key[0]!r}"
+    if isinstance(key, Argument):
+        made = f"calls the metric {key.metric!r} with a number (argument {key.name})"
     return (
         f"{step} {made}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
         " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is taken."

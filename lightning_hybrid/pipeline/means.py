@@ -69,7 +69,7 @@ class ComparedLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class _EvenCounts:
-    """A batch whose microbatches had equal counts of labels per sample; so do others in which no label is ignored."""
+    """A batch whose microbatches had equal counts of labels per sample; others without ignored labels have them too."""
 
     state: list[Any]  # attributes of the modules around units at that time
     ignored: frozenset[int]  # the labels that do not count

@@ -60,12 +60,11 @@ class LossWeighting(NamedTuple):
     # whether parts weigh where their gradients reach a parameter (``ParameterGradients``), as measured; None where both
     # ways to weigh give the gradients of the batch, or were not compared
     scales_gradients: bool | None = None
-    # the norm of the gradients of the batch, and of those of its parts, if no weights give the former
+    # the norms of the gradients of the batch, and of its parts' joint gradients, if no weights give the former
     norms: tuple[float, float] | None = None
-    # what logged keys, and numbers that metrics are called with, of the batch are of those of its parts: their "mean",
-    # "sum", "max" or "min"
+    # how parts make a number of the batch, logged or given to a metric: "mean", "sum", "max" or "min"
     reductions: tuple[tuple[Key | Argument, str], ...] = ()
-    # those of the batch that are none of these, with their number and the mean of those of parts
+    # other such numbers: the batch's, and the mean over parts
     unexplained: tuple[tuple[Key | Argument, float, float], ...] = ()
 
     @property

@@ -79,9 +79,7 @@ class PlainRunner(MicrobatchRunner):
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
-        self._warned = set[
-            Key | Argument
-        ]()  # logged keys, and arguments of metrics, that are none of those of microbatches
+        self._warned = set[Key | Argument]()  # numbers of a batch that its parts do not give
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(self.splitter, inform)
         self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``

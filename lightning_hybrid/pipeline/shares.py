@@ -184,7 +184,7 @@ class MicrobatchResults:
     news: int = 0
     calls: frozenset[int] = frozenset()  # the lines of code that it has run
     checksum: int = 0  # checksum of the full batch
-    # what these of the batch are of those of the microbatches, where that is known
+    # how microbatches make a number of the batch, where that is known
     reductions: Mapping[Key | Argument, str] = field(default_factory=dict)
     # calls of metrics, which these make with the full batch in the end
     metric_calls: MetricCalls = field(default_factory=dict)

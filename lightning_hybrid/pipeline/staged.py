@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.batch.merge import Argument
 from lightning_hybrid.batch.split import copied_batch, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import StepError
@@ -220,7 +221,7 @@ class StepRunner(MicrobatchRunner):
         logged, content = exchange.finish(outcome.runs)
         if call.trains and len(given) > 1:  # once: later batches log the same keys
             for key, text in exchange.warnings():
-                if len(key) == 2:
+                if not isinstance(key, Argument):
                     self._warn(text)
                 elif not self._replica:  # no other rank of this pipeline knows
                     warnings.warn(text, stacklevel=2)

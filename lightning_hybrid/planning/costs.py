@@ -198,7 +198,7 @@ class CopiesOnTwoRanks:
     module: Any  # the user's module
     fit_arguments: Mapping[str, Any]  # arguments of ``Trainer.fit``
     options: Mapping[str, Any]  # arguments of the strategy
-    precision: str  # lightning's name of the precision
+    precision: str  # Lightning's name of the precision
 
     def why_no_stages(self) -> str:
         """Return why the step cannot be run in two stages; "" if it can, or if that cannot be told."""

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_hybrid.batch.merge import Argument
 from lightning_hybrid.batch.split import (
     check_count,
     halves,
@@ -199,7 +200,7 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
     if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss
         found = weighed
     # The graph tells what is logged.
-    reductions = found.reductions or tuple(each for each in measured.reductions if len(each[0]) == 3)
-    keys = found.keys | {key for key in measured.keys if len(key) == 3}
+    reductions = found.reductions or tuple(each for each in measured.reductions if isinstance(each[0], Argument))
+    keys = found.keys | {key for key in measured.keys if isinstance(key, Argument)}
     found = found._replace(keys=keys, reductions=reductions, unexplained=measured.unexplained)
     return found, uses_means, not had_no_room

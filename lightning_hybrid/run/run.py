@@ -208,11 +208,6 @@ class Run:
         return 1 if self.fallback is None else self.mesh.size("shares")
 
     @property
-    def shares_batches(self) -> bool:
-        """Whether these ranks run training steps on shares of a batch; on the full batch otherwise."""
-        return self.plain_runner is not None and self.plain_runner.runs_shares
-
-    @property
     def shared_last_batch(self) -> bool:
         """Whether these ranks ran the last training step on shares of its batch."""
         return self.plain_runner is not None and self.plain_runner.shared_last_batch

@@ -152,10 +152,14 @@ class ByClosure(ManualAdam):
             optimizer.zero_grad()
             loss = self.loss(batch)
             self.manual_backward(loss)
+            self.change_gradients()
             return loss
 
         loss = optimizer.step(closure)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+
+    def change_gradients(self) -> None:
+        pass
 
 
 class EverySecond(ManualAdam):

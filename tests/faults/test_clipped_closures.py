@@ -5,26 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from faults.layouts import Case, Regression, check, each
-from torch import Tensor
+from faults.layouts import Case, check, each
+from faults.parameter_cases import ByClosure
 
 
-class Clipped(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.seen.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)))
-            return loss
-
-        optimizer.step(closure)
+class Clipped(ByClosure):
+    def change_gradients(self) -> None:
+        self.seen.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)

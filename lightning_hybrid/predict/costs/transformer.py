@@ -49,8 +49,8 @@ class TransformerShape:
     has_dropout: bool = False  # whether the residual branches have dropout
     has_tied_embedding: bool = True  # whether the head uses the embedding's parameter
     fused_attention: bool = True  # whether scores of attention stay in the kernel
-    # whether activation functions, dropout with residuals, and masks with softmax are one kernel each, as by Megatron-
-    # LM or a compiler; otherwise each of their operations reads and writes memory
+    # whether activation functions, dropout with residuals, and masks with softmax are one kernel each, as by
+    # Megatron-LM or a compiler; otherwise each of their operations reads and writes memory
     fused_kernels: bool = True
     experts: int = 0  # MLPs per layer among which tokens are routed; 0 for one MLP without a router
     experts_per_token: int = 1  # how many of these compute each token

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchmetrics import Metric
 
+from lightning_hybrid.batch.merge import REDUCTIONS
 from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import ignore_warnings, keep_clean, replace, replaced
@@ -233,7 +234,6 @@ class _Exchange:
 
 
 _HEADER, _SENT = 5, 123  # numbers
-_REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 def _reduce_differing_keys(module: pl.LightningModule, local: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
@@ -252,7 +252,7 @@ def _reduce_differing_keys(module: pl.LightningModule, local: dict[Key, _Logged]
         if total:
             value = sum(value * size for value, size in zip(values, sizes, strict=True)) / total
         else:
-            value = _REDUCTIONS.get(entry.how, statistics.fmean)(values)
+            value = REDUCTIONS.get(entry.how, statistics.fmean)(values)
         if entry.is_number or key in local:
             value = next(filter(math.isnan, values), value)
             reduced[key] = _Logged(entry, value, sum(sizes) if sizes else None)

@@ -123,7 +123,7 @@ def _replica_sampler(
 class _ReplicaLog:
     """Values that the steps of one replica logged under one key."""
 
-    meta: dict[str, Any]  # lightning's description of the key, without what refers to this process
+    meta: dict[str, Any]  # Lightning's description of the key, without what refers to this process
     value: torch.Tensor | None  # the sum, maximum or minimum so far; None for a Metric object, which syncs itself
     weight: torch.Tensor | None  # sum of the batch sizes, for means
 

@@ -52,7 +52,7 @@ def warned(module_class, options):
         warnings.simplefilter("always")
         trainer.fit(module_class(), regression_data()["train_dataloaders"])
     texts = [str(warning.message) for warning in caught]
-    return trainer.strategy.run.shares_batches, [t for t in texts if "mixes samples" in t or "no memory" in t]
+    return trainer.strategy.run.shared_last_batch, [t for t in texts if "mixes samples" in t or "no memory" in t]
 
 
 MIXED = {

@@ -154,7 +154,7 @@ def trained(module_class, name, options, masks_differ=False):
     trainer.fit(module, data(name, masks_differ))
     logged = {key: float(value) for key, value in trainer.callback_metrics.items() if key != "mean"}
     logged["mean"] = round(float(trainer.callback_metrics["mean"]), 5)  # torchmetrics adds in single precision
-    is_shared = options is not None and trainer.strategy.run.shares_batches
+    is_shared = options is not None and trainer.strategy.run.shared_last_batch
     return [parameter.detach() for parameter in module.parameters()], logged, is_shared
 
 
