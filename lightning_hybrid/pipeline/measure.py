@@ -62,6 +62,7 @@ class LossWeighting(NamedTuple):
     scales_gradients: bool | None = None
     # the norms of the gradients of the batch, and of its parts' joint gradients, if no weights give the former
     norms: tuple[float, float] | None = None
+    scaled: str = ""  # the name of an embedding that divides gradients by counts over the batch, if there is one
     # how parts make a number of the batch, logged or given to a metric: "mean", "sum", "max" or "min"
     reductions: tuple[tuple[Key | Argument, str], ...] = ()
     # other such numbers: the batch's, and the mean over parts
@@ -70,10 +71,12 @@ class LossWeighting(NamedTuple):
     @property
     def mixes(self) -> bool:
         """Whether no weights of parts give the loss of the batch, or its gradients."""
-        return self.norms is not None or (self.differing is not None and not self.counts)
+        return bool(self.scaled) or self.norms is not None or (self.differing is not None and not self.counts)
 
     def why_unsplit(self) -> str:
         """The warning where no weights are right; empty otherwise."""
+        if self.scaled:
+            return _describe_scaled(self.scaled)
         if self.norms is not None:
             return _describe_difference(self.norms)
         return _describe_mixing(self.differing) if self.mixes and self.differing is not None else ""
@@ -228,9 +231,11 @@ class Comparison:
         weighted = [(batch, parts, samples, found.of(parts, samples)) for batch, parts, samples in batches]
         given = next((each for each in weighted if all(each[3])), weighted[0])
         parameters = [p for p in self.root.parameters() if p.requires_grad]
+        # Two samples tell nothing of it where they have no index in common.
+        scaled = [name for name, module in self.root.named_modules() if getattr(module, "scale_grad_by_freq", False)]
+        if scaled:
+            return found._replace(scaled=scaled[0])
         is_nonlinear |= any(map(has_backward_hooks, self.root.modules()))
-        # An embedding may scale its gradients by the frequency of each index.
-        is_nonlinear |= any(getattr(module, "scale_grad_by_freq", False) for module in self.root.modules())
         if calls_hooks:
             is_nonlinear |= any(parameter._backward_hooks for parameter in parameters)
         if not self.any_rank(is_nonlinear and all(given[2])):
@@ -432,4 +437,12 @@ def _describe_difference(norms: tuple[float, float]) -> str:
         "the backward of training_step runs an autograd function or a hook of yours that is not linear: the norm of the"
         f" gradients of a batch is {norms[0]:.6g}, that of its microbatches or shares {norms[1]:.6g}, and no weights of"
         " these give the former. So batches are not split (docs/semantics/losses.md)"
+    )
+
+
+def _describe_scaled(name: str) -> str:
+    """The warning about an embedding, by its name, whose gradients are no sums over microbatches."""
+    return (
+        f"{name} divides the gradient of each index by its count in the batch (scale_grad_by_freq=True), and"
+        " microbatches have counts of their own. So batches are not split (docs/semantics/losses.md)"
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_hybrid.schedule import SCHEDULE_NAMES
-from lightning_hybrid.schedule.generators import stages_of_each_rank
+from lightning_hybrid.schedule.generators import make_schedule, stages_of_each_rank
 
 Balance = Literal["layers", "flops"]
 
@@ -301,7 +301,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Refuse options that a plan does not have, or not with this value.
 
     Raises:
-        ValueError: An unknown name, or a stage of ZeRO, a schedule or a number that there is not.
+        ValueError: An unknown name, or a stage of ZeRO, a schedule or a number that there is not, or not together.
     """
     known = {_SHORT.get(name, name) for name in LAYOUT_OPTIONS}
     for name, value in options.items():
@@ -313,6 +313,9 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"zero={value}; use 0, 1, 2 or 3")
         if name in ("stages_per_rank", "num_microbatches", "shard_size") and not _is_count(value):
             raise ValueError(f"{_SHORT.get(name, name)}={value}; use a whole number of 1 or more")
+    schedule, stages = options.get("schedule"), options.get("stages_per_rank")
+    if schedule in SCHEDULE_NAMES and isinstance(stages, int):
+        make_schedule(schedule, 1, 1, stages)  # refuses a number of stages that the schedule never has
 
 
 def _is_count(value: Any) -> bool:

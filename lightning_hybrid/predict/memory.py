@@ -25,7 +25,8 @@ from lightning_hybrid.predict.costs.layers import (
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 from lightning_hybrid.predict.plans import PredictedMemory
-from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule
+from lightning_hybrid.schedule.actions import check_stages
+from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.schedule.in_flight import in_flight_at_peak
 
 
@@ -238,6 +239,7 @@ def in_flight_by_rank(
     if schedule == "gpipe":
         return ((m,) * stages_per_rank,) * p
     if schedule in _V_WARM_UP:
+        check_stages(schedule, stages_of_each_rank(schedule, stages_per_rank), 2)
         return tuple((min(m, 2 * p - rank - 1 + _V_WARM_UP[schedule]), min(m, rank + 1)) for rank in range(p))
     if stages_per_rank == 1:
         warm_up = {"1f1b": 1, "interleaved_1f1b": 1, "eager_1f1b": 2}

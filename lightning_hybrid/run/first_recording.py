@@ -197,7 +197,8 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
     is_nonlinear = first is not None and (first.recording.has_functions or first.recording.has_hooks)
     with runner.metrics.step():
         weighed = comparison.with_gradients(found, halves(call.batch, 2), is_nonlinear=is_nonlinear)
-    if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss
+    weighs_terms = uses_means and runner.has_weighted_means  # recorded means weigh each term of the loss
+    if found.counts or weighed.scaled or not weighs_terms:
         found = weighed
     # The graph tells what is logged.
     reductions = found.reductions or tuple(each for each in measured.reductions if isinstance(each[0], Argument))

@@ -332,7 +332,7 @@ class ParameterGroup:
         now = self._state_of_shards()
         if changed := [name for name, before in self._state_at_pin.items() if now[name] != before]:
             raise RuntimeError(
-                f"{changed[0]} and {len(changed) - 1} other parameters of {self.fqn or 'the module'} were changed"
+                f"{', '.join(changed[:3])}{', ...' if changed[3:] else ''} of {self.fqn or 'the module'} were changed"
                 " between the batches of an evaluation, for which they had been gathered; change them before it begins"
                 " (on_validation_epoch_start is early enough), or set zero_stage=0"
             )

@@ -223,6 +223,12 @@ def test_an_explained_layout_may_be_faster_than_what_is_fixed(capsys, config):
     assert re.search(r"a sample takes \d+% less time: what is fixed, or the objective, rules the layout out", text)
 
 
+@pytest.mark.parametrize("flag", ["--why", "--fix"])
+def test_stages_are_those_that_a_schedule_has(capsys, config, flag):
+    assert main(["plan", *config, flag, "dp=2,pp=2,schedule=dualpipe_v,stages=3,m=4"]) == 2
+    assert "schedule='dualpipe_v' runs two stages per rank, not stages_per_rank=3" in capsys.readouterr().err
+
+
 def test_replicas_of_an_explained_layout_divide_the_batch(capsys, config):
     assert main(["plan", *config, "--batch", "2", "--why", "dp=4"]) == 2
     assert "--why dp=4: 4 replicas do not divide --batch 2" in capsys.readouterr().err

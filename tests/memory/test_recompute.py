@@ -56,6 +56,19 @@ def test_statistics_are_updated_once():
     assert "forward" not in again[0].__dict__
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_transforms_of_functions_save_all(policy):
+    model, x = nn.Sequential(block(4)), torch.randn(3, 4)
+
+    def slopes():
+        return torch.func.vmap(torch.func.jacrev(model))(x).square().sum()
+
+    expected = torch.autograd.grad(slopes(), list(model.parameters()), allow_unused=True)
+    with Recomputation({"0": model[0]}, {"0": policy}).running():
+        found = torch.autograd.grad(slopes(), list(model.parameters()), allow_unused=True)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 class Filling(nn.Module):
     """Caches its results in an object that is passed to it, and uses cached ones."""
 

@@ -210,3 +210,9 @@ def test_a_step_fits_without_what_the_allocator_gives_back():
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match="10 layers, too few for 12 stages"):
         predict(PlanLayout(pipeline=12))
+
+
+@pytest.mark.parametrize("name", ["zero_bubble_v", "dualpipe_v", "zero_bubble", "zero_bubble_searched", "eager_1f1b"])
+def test_stages_that_a_schedule_never_has_are_refused(name):
+    with pytest.raises(ValueError, match="per rank, not stages_per_rank=3"):
+        predict(PlanLayout(pipeline=2, batch=8, schedule=name, stages_per_rank=3))

@@ -61,7 +61,8 @@ class Recomputation:
 
     def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            # Transforms of torch.func save tensors without hooks, and so cannot save less.
+            if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return forward(*args, **kwargs)
             if fqn not in self._next_runs:
                 return self._checkpointed(fqn, forward, args, kwargs)

@@ -282,7 +282,7 @@ class Options:
                 given["gradients"] = "cpu"
             if self.offload == "cpu" and self.zero_stage == 3:
                 given["parameters"] = "cpu"
-        for what, where in given.items():
+        for what, where in given.items() if isinstance(given, Mapping) else [(given, None)]:
             is_file = str(where).startswith("disk:") and len(where) > len("disk:")
             may_be_file = is_file and what != "gradients"
             if what not in ("parameters", "gradients", "optimizer_states") or (where != "cpu" and not may_be_file):

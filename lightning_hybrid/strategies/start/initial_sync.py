@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_hybrid.collectives.tensors import as_sendable
 from lightning_hybrid.mesh import Mesh
@@ -26,6 +27,12 @@ def synchronize_start(
     ``copies`` of the module, made before, begin with the same weights. The seed keys random numbers.
     """
     seed = torch.default_generator.initial_seed() & 0x7FFFFFFF
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} of a lazy layer has no shape before the first batch, and weights are synchronized and given to"
+                " optimizers before it; call the module on a batch in configure_model, or state the layer's sizes"
+            )
     if mesh.layout.world_size == 1:
         return seed
     broadcast_weights((module, *copies), device)

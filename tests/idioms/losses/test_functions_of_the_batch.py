@@ -203,6 +203,23 @@ class WordsByFrequency(Plain):
         return h + self.words((3 * h[:, 0].sigmoid()).long())
 
 
+class RareWords(Plain):
+    """Few samples have a word in common; so many that some do, but not the first two."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, FEATURES, scale_grad_by_freq=True)
+
+    def changed(self, h):
+        return h + self.words((60 * h[:, 0].sigmoid() % 50).long())
+
+
+class RareWordsAndMask(RareWords):
+    def objective(self, h, out, y, mask):
+        kept = (mask > 0.5).double()
+        return ((out - y).square() * kept).sum() / kept.sum()
+
+
 class TakesGradient(Plain):
     """The step needs a graph; its mean is over the entries that labels do not ignore."""
 
@@ -215,6 +232,8 @@ class TakesGradient(Plain):
 SPLIT = [Routers, RoutersAndMask, ClampsSamples, HookAdds, ParameterHooks, ScaledByCount, Penalized, LaterUneven]
 UNSPLIT = [
     WordsByFrequency,
+    RareWords,
+    RareWordsAndMask,
     HookClipsNorm,
     ModuleHookClipsNorm,
     Sum,

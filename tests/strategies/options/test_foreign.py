@@ -96,6 +96,8 @@ def test_two_spellings_of_a_value(given, option, value):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"offload": True}, "offload=True; use 'cpu', 'disk:PATH'"),
+        ({"offload": ["gradients"]}, r"offload=\['gradients'\]; use 'cpu', 'disk:PATH'"),
         ({"offload": {"parameters": "cpu"}}, "set zero_stage=3, or leave 'parameters' out"),
         ({"offload": {"gradients": "cpu"}}, "set zero_stage=1, 2 or 3, or leave 'gradients' out"),
         ({"reshard_after_forward": 4}, "reshard_after_forward=4: .*set shard_size=4"),

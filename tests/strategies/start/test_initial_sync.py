@@ -38,3 +38,11 @@ def test_every_tensor_equals_that_of_rank_0():
         assert torch.equal(tensor, first), name
         assert tensor.stride() == first.stride(), name
     assert [tensor.data_ptr() for tensor in module.state_dict().values()] == places
+
+
+@pytest.mark.world(2)
+def test_layers_without_shapes_are_refused():
+    mesh = Mesh.build(ParallelLayout(data_replicate_size=2), "cpu")
+    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"1\.weight of a lazy layer has no shape before the first batch"):
+        synchronize_start(module, mesh, mesh.rank, torch.device("cpu"))
