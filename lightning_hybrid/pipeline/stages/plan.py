@@ -30,6 +30,7 @@ from lightning_hybrid.schedule import (
 )
 from lightning_hybrid.step.module_state.attributes import compute_weights
 from lightning_hybrid.step.objects.modules import modules_in, parameters_of
+from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.recording.units import UnitChoice
 from lightning_hybrid.step.replay.stage import StageReplay
 from lightning_hybrid.step.standins.tensors import drop, fill, is_absent
@@ -230,6 +231,10 @@ class StagePlan:
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank."""
         return stages_of_rank(self.rank, self.num_ranks, self.stages_per_rank, self.placement)
+
+    def recipe(self, name: str, step: Callable[[], Any], **how: Any) -> Recipe:
+        """How to record a step of the module, bound to its arguments, with the units known so far."""
+        return Recipe(self.root, step, self.units, name, self.randomness, tracked=self.tracked_buffers, **how)
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""

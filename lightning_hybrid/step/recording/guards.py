@@ -12,11 +12,11 @@ A check that a step does not branch on numbers read from the model: it is record
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from math import isnan  # the function itself: a step asks another
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.numbers import branch_message
 from lightning_hybrid.step.tracing.metrics import find_sinks
 from lightning_hybrid.step.tracing.recording import Recording
+
+if TYPE_CHECKING:
+    from lightning_hybrid.step.recording.record import Recipe
 
 # Of a longer list only the length and the last entries are compared.
 _LAST = 16
@@ -201,28 +204,27 @@ class BranchCheck:
     def check(
         self,
         recording: Recording,
-        record_again: Callable[[float], Recording],
-        context: Callable[[], AbstractContextManager[Any]],
+        recipe: Recipe,
     ) -> None:
-        """Compare a recording of ``step`` with others, which ``record_again`` makes with other numbers for those read.
+        """Compare a recording of ``step`` with others by its recipe, with other numbers for those read.
 
-        ``ControlFlowError`` is raised, in ``context``, where the step runs other operations when the numbers differ.
+        ``ControlFlowError`` is raised, in the step's context, where it runs other operations when the numbers differ.
         """
         if not recording.numbers_read:
             return
         plain, floats = self._plain, self._floats
         for probe in _PROBES:
-            other = self._recorded(record_again, probe)
+            other = self._recorded(recipe, probe)
             if other is None:
                 continue
             same = other.graph.operations == recording.graph.operations and self._plain == plain
-            if not same or (self._float_changed(floats) and self._float_changes_again(record_again, probe)):
-                with context():
+            if not same or (self._float_changed(floats) and self._float_changes_again(recipe, probe)):
+                with recipe.context():
                     raise ControlFlowError(branch_message(recording.numbers_read), entry="branch")
 
-    def _recorded(self, record_again: Callable[[float], Recording], probe: float) -> Recording | None:
+    def _recorded(self, recipe: Recipe, probe: float) -> Recording | None:
         try:
-            return record_again(probe)
+            return dataclasses.replace(recipe, absent_number=probe).record()
         except (StepError, ArithmeticError, ValueError):
             return None  # the probe is no valid number here: math.log(loss.item())
 
@@ -230,7 +232,7 @@ class BranchCheck:
         """Whether a float attribute changed that is none of the numbers read: `max(self.best, float(loss))`."""
         return any(location not in self._floats or self._floats[location] != leaf for location, leaf in floats.items())
 
-    def _float_changes_again(self, record_again: Callable[[float], Recording], probe: float) -> bool:
+    def _float_changes_again(self, recipe: Recipe, probe: float) -> bool:
         """Whether it changed because of the probe; a kept time changes in each run."""
         floats = self._floats
-        return self._recorded(record_again, probe) is not None and not self._float_changed(floats)
+        return self._recorded(recipe, probe) is not None and not self._float_changed(floats)
