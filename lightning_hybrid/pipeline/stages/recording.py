@@ -9,7 +9,7 @@ from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
-from lightning_hybrid.step.recording.guards import BranchCheck
+from lightning_hybrid.step.recording.branches import BranchCheck
 from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.replay.stage import StageReplay
 from lightning_hybrid.step.tracing.recording import Recording

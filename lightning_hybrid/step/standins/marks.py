@@ -34,7 +34,7 @@ class Marks:
         return tuple(dict.fromkeys(index for value in values if (index := self.of(value)) is not None))
 
     def set(self, tensor: Tensor, index: int) -> None:
-        """Let a tensor be this value from now on."""
+        """Let a tensor of any shape be this value from now on."""
         setattr(tensor, _VALUE, (self._run, index))
 
 
@@ -44,11 +44,11 @@ def mark_in_any_run(value: Any) -> int | None:
 
 
 def unmark(tensor: Tensor) -> None:
-    """Let a tensor be no value."""
+    """Let a tensor of any shape be no value."""
     tensor.__dict__.pop(_VALUE, None)
 
 
 def copy_mark(source: Tensor, target: Tensor) -> None:
-    """Let a tensor be the value that another one is, if that is one."""
+    """Let a tensor be the value that another one, of any shape, is, if that is one."""
     if mark_in_any_run(source) is not None:
         setattr(target, _VALUE, getattr(source, _VALUE))
