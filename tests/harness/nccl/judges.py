@@ -108,13 +108,15 @@ def growth(small: Sequence[Trace], large: Sequence[Trace]) -> list[str]:
 
 
 def host_syncs(traces: Sequence[Trace]) -> dict[str, int]:
-    """Host synchronisations of the last step by file and function, on the rank that has most; without the user's."""
+    """Host synchronisations of the last step by file and function, on the rank that has most.
+
+    Without those of the user's code, and of a comparison of layouts.
+    """
     found: Counter[str] = Counter()
     for trace in traces:
         own = Counter(_function(event) for event in (trace.steps[-1] if trace.steps else []) if isinstance(event, Sync))
         found |= own
-    del found["user"]
-    return dict(sorted(found.items()))
+    return {line: n for line, n in sorted(found.items()) if line != "user" and not line.startswith("verify/")}
 
 
 def _function(event: Event) -> str:

@@ -19,6 +19,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 _LIGHTNING = str(Path(lightning.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_MODES = ("__torch_function__", "__torch_dispatch__")
 _STANDARD = str(Path(ast.__file__).parent)
 
 
@@ -44,7 +45,8 @@ def place() -> Place:
     in_distributed = False
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_HERE, "<")):
+        # A mode only passes on what was called.
+        if not path.startswith((_HERE, "<")) and frame.f_code.co_name not in _MODES:
             owner = _owner(path)
             if owner not in ("torch", "standard"):
                 return _at(path, frame.f_lineno, frame.f_code.co_name, owner, in_distributed)

@@ -14,6 +14,7 @@ import contextlib
 import io
 import itertools
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from harness.nccl.lines import place
 from harness.nccl.marks import Marks, marked
 from harness.nccl.trace import Create, Event, Mark, Objects, Sync, Trace
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.collectives.tensors import on_group_device
 
 _DEVICE, _GLOO = "recorded", "recorded_gloo"
 _OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
@@ -37,7 +39,7 @@ class Recorder:
     """The trace of this rank while it grows.
 
     Attributes:
-        early: Whether `is_completed` tells the truth, instead of the latest that NCCL may.
+        early: Whether `is_completed` says yes at once, instead of as late as NCCL may.
         is_open: Whether the run goes on.
     """
 
@@ -75,6 +77,9 @@ def recorded(*, early: bool = False) -> Iterator[Trace]:
     dist.init_process_group(_DEVICE, rank=rank, world_size=size, store=store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", _new_group(dist.new_group))
+        for module in [each for name, each in sys.modules.items() if name.startswith("lightning_hybrid.")]:
+            if getattr(module, "on_group_device", None) is on_group_device:
+                patch.setattr(module, "on_group_device", _to_group_device)
         for name in _OBJECTS:
             patch.setattr(dist, name, _exchange(recorder, name, getattr(dist, name)))
         for kind in ("training", "validation"):
@@ -103,6 +108,16 @@ def _new_group(original: Any) -> Any:
         return original(*args, backend=_GLOO if backend == "gloo" else backend, **kwargs)
 
     return new_group
+
+
+def _to_group_device(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The copy to a group's device, which is the CPU here; modules that are imported meanwhile keep this function."""
+    found = on_group_device(tensor, group)
+    if not isinstance(group, RecordedGroup) or group.is_host or not group.recorder.marks.is_on_host(found):
+        return found
+    found = found.clone()
+    group.recorder.marks.unmark(found)
+    return found
 
 
 def _step(recorder: Recorder, kind: str, original: Any) -> Any:
