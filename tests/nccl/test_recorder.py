@@ -1,4 +1,4 @@
-"""What the recorder notes, and what raises or is noted at a call; each rule by a planted fault."""
+"""What the recorder keeps, and what raises or is reported at a call; each rule by a planted fault."""
 
 import gc
 import math
@@ -84,7 +84,7 @@ def test_outputs_are_poisoned_until_the_wait():
 
 
 @pytest.mark.world(2)
-def test_a_changed_input_is_noted():
+def test_a_changed_input_is_reported():
     with recorded() as trace:
         sent, found = torch.ones(2), torch.empty(2, 2)
         work = dist.all_gather_into_tensor(found.view(-1), sent, async_op=True)
@@ -97,7 +97,7 @@ def test_a_changed_input_is_noted():
 
 
 @pytest.mark.world(2)
-def test_a_dropped_work_is_noted_and_leaves_poison():
+def test_a_dropped_work_is_reported_and_leaves_poison():
     with recorded() as trace:
         tensor = torch.ones(2)
         dist.all_reduce(tensor, async_op=True)
@@ -130,7 +130,7 @@ def test_what_nccl_refuses_is_refused():
 
 
 @pytest.mark.world(2)
-def test_a_tensor_of_the_host_is_noted_where_nccl_would_refuse_it():
+def test_a_tensor_of_the_host_is_reported_where_nccl_would_refuse_it():
     device = torch.device("cpu")
     with recorded() as trace:
         made = NumberExchange([1.0], dist.group.WORLD, names=0, batch=0, is_broken=False, device=device)
@@ -171,7 +171,7 @@ def test_each_way_to_read_the_device_is_a_host_synchronisation(text, what):
 
 
 @pytest.mark.world(2)
-def test_a_tensor_of_the_device_among_objects_is_noted():
+def test_a_tensor_of_the_device_among_objects_is_reported():
     sent = {"small": torch.ones(3), "large": torch.ones(1 << 15)}
     with recorded() as trace:
         rows = [None, None]

@@ -80,12 +80,12 @@ class Operation:
         with below_modes():
             for moved in self._moved:
                 if moved.has_changed:
-                    self.note("input changed", "an input changes before the operation is over")
+                    self.report("input changed", "an input changes before the operation is over")
                 elif not self.is_dropped:
                     moved.deliver()
         self._moved.clear()
 
-    def note(self, rule: str, text: str) -> None:
+    def report(self, rule: str, text: str) -> None:
         self.recorder.add(Violation(rule, f"{self.launch.kind}: {text}", self.launch.line))
 
 
@@ -119,7 +119,7 @@ class RecordedWork(torch._C._distributed_c10d.Work):
     def __del__(self) -> None:
         if self._waited_at < 0 and self._operation.recorder.is_open:
             self._operation.is_dropped = True
-            self._operation.note("dropped", "its work is dropped without a wait")
+            self._operation.report("dropped", "its work is dropped without a wait")
 
 
 class RecordedGroup(dist.ProcessGroup):

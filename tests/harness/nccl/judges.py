@@ -31,8 +31,8 @@ def _disagreements_of(comm: str, rows: Mapping[int, Sequence[Launch]]) -> Iterat
         for index, (one, other) in enumerate(zip(rows.get(first, []), rows.get(rank, []), strict=False)):
             if not _meet(one, other, members.index(first), members.index(rank)):
                 yield (
-                    f"{comm}: operation {index} is {_told(one)} on rank {first} ({one.line}) and {_told(other)} on rank"
-                    f" {rank} ({other.line})"
+                    f"{comm}: operation {index} is {_described(one)} on rank {first} ({one.line}) and"
+                    f" {_described(other)} on rank {rank} ({other.line})"
                 )
                 break
 
@@ -47,7 +47,7 @@ def _meet(one: Launch, other: Launch, here: int, there: int) -> bool:
     return sent == received and other.sizes[here] == one.sizes[size + there]
 
 
-def _told(launch: Launch) -> str:
+def _described(launch: Launch) -> str:
     root = f" from {launch.root}" if launch.root >= 0 else ""
     return f"{launch.kind} of {launch.sizes} {launch.dtype}{root}"
 
