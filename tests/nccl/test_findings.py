@@ -1,0 +1,154 @@
+"""Faults of the package that the rules show: of repaired ones what showed them, others as expected failures.
+
+The numbers are those of the review of readiness for NCCL.
+"""
+
+import datetime
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from harness.fits import Run, fit
+from harness.nccl import judges
+from harness.nccl.recording import RecordedWorlds
+from harness.nccl.timeouts import other_timeouts
+from lightning_hybrid.checkpoint import local
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.params import owners
+from models.mixtures import Mixtral
+
+BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
+LIMIT = datetime.timedelta(seconds=123)
+
+
+class FourLayers(Mixtral):
+    layers = 4
+
+
+def traces_of(worlds, run, how=fit, **options):
+    recorded = RecordedWorlds(worlds, how, **options)
+    recorded.run(run.world_size, how, run, timeout=120)
+    return recorded.traces
+
+
+def finding(number, text):
+    return pytest.mark.xfail(strict=True, reason=f"finding {number}: {text}")
+
+
+# -- finding 1, repaired: optimizer states were pickled where they are -----------------------------------------------
+
+
+class Saved(Callback):
+    """Saves a checkpoint once the optimizer has states."""
+
+    recorded = None
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.save_checkpoint("saved.ckpt")
+
+
+SAVED = {
+    "zero3": Run("GPT2", dp=2, strategy=BY_LAYER, callback=Saved),
+    "pp2": Run("GPT2", pp=2, callback=Saved),
+    "tp2": Run("GPT2", tp=2, callback=Saved),
+}
+
+
+def gather_pickled(value, group):
+    rows = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, rows, group=group, group_dst=0)
+    return rows or []
+
+
+def fit_as_before_finding_1(run):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (owners, local):
+            patch.setattr(module, "gather_on_first", gather_pickled)
+        patch.setattr(local, "on_host", lambda leaf: leaf)
+        return fit(run)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_checkpoints_pickle_no_tensor_of_the_device(worlds, name):
+    assert not judges.device_objects(traces_of(worlds, SAVED[name]))
+
+
+def test_pickled_optimizer_states_are_found(worlds):
+    found = judges.device_objects(traces_of(worlds, SAVED["pp2"], fit_as_before_finding_1))
+    assert any("gather_object of float64" in text for text in found)
+
+
+# -- finding 4, repaired: the timeout reached the world's group alone ------------------------------------------------
+
+
+class Timeouts(Callback):
+    """The groups that have another time limit, at the end."""
+
+    def on_train_end(self, *_):
+        self.recorded = other_timeouts(LIMIT)
+
+
+TIMED = {
+    "experts": Run(Mixtral, dp=2, ep=2, strategy={**BY_LAYER, "timeout": LIMIT}, callback=Timeouts),
+    "stages and replicas": Run("GPT2", pp=2, dp=2, strategy={"timeout": LIMIT}, callback=Timeouts),
+    "shares": Run("Branches", pp=2, strategy={"timeout": LIMIT}, callback=Timeouts),
+}
+
+
+def fit_as_before_finding_4(run):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mesh, "_limit_waits", lambda *_: None)
+        return fit(run)
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_each_group_has_the_timeout(worlds, name):
+    run = TIMED[name]
+    assert [rank.extra for rank in worlds.run(run.world_size, fit, run)] == [{}] * run.world_size
+
+
+def test_groups_with_the_default_timeout_are_found(worlds):
+    run = TIMED["stages and replicas"]
+    assert all(rank.extra for rank in worlds.run(run.world_size, fit_as_before_finding_4, run))
+
+
+# -- not repaired ----------------------------------------------------------------------------------------------------
+
+
+@finding(9, "receives are posted before computes that they depend on")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_no_receive_is_posted_before_what_it_depends_on(worlds, schedule):
+    run = Run("UNet", pp=3, microbatches=1, strategy={"stages_per_rank": 2, "schedule": schedule})
+    assert not judges.stuck_at_allocations(traces_of(worlds, run))
+
+
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=finding(12, "all layers' messages are held"))])
+def test_gradients_of_layers_with_experts_are_received_in_the_backward(worlds, early):
+    small, large = (
+        traces_of(worlds, Run(case, dp=2, ep=2, num_batches=3, strategy=BY_LAYER), early=early)
+        for case in (Mixtral, FourLayers)
+    )
+    assert not [text for text in judges.growth(small, large) if "zero/messages.py" in text]
+
+
+def test_gradients_of_layers_are_received_in_the_backward(worlds):
+    few, many = (traces_of(worlds, Run("GPT2", dp=2, num_batches=3, microbatches=m, strategy=BY_LAYER)) for m in (1, 4))
+    assert not judges.growth(few, many)
+
+
+SYNCS = [
+    pytest.param({"dp": 2, "strategy": BY_LAYER}, "zero", marks=finding(5, "flags of each layer and microbatch")),
+    pytest.param({"pp": 2}, "pipeline", marks=finding(6, "each logged number and loss of a microbatch")),
+    pytest.param({"dp": 2}, "batch", marks=finding(6, "the weight of each microbatch")),
+    pytest.param({"case": Mixtral, "dp": 2, "ep": 2}, "experts", marks=finding(13, "counts of each microbatch")),
+    pytest.param({"tp": 2}, "tensor"),
+    pytest.param({"cp": 2}, "sequence"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "room"), SYNCS, ids=lambda value: value if isinstance(value, str) else "")
+def test_host_synchronisations_do_not_grow_with_microbatches(worlds, sizes, room):
+    runs = (Run(**{"case": "GPT2", **sizes}, num_batches=4, microbatches=count) for count in (2, 4))
+    found = judges.sync_growth(*(traces_of(worlds, run) for run in runs))
+    assert not [text for text in found if text.startswith(f"{room}/")]

@@ -1,0 +1,65 @@
+"""The conformance suite's layouts, recorded: the numbers are right with poison, and no rule is broken.
+
+`host_syncs.json` has the host synchronisations of a step, by file and function, on the rank that has most. What each
+layout costs is a property of its test, as JSON: host synchronisations by line, messages by communicator, bytes in
+flight by line; ``pytest --junitxml=report.xml`` writes it to a file.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from conformance.harness import Checked, layouts_of, observe_and_save
+from conformance.registry import CASES
+
+from harness.nccl import judges
+from harness.nccl.recording import RecordedWorlds
+from harness.nccl.trace import summary
+
+# One of each layout.
+BY_DEFAULT = [
+    ("DCGAN", "dp2"),
+    ("SchNet", "zero3"),
+    ("TwoTower", "tp2"),
+    ("TaskAdapters", "pp2"),
+    ("TaskAdapters", "dp2 x pp2"),
+    ("TaskAdapters", "pp2 x 4 microbatches"),
+    ("TemporalFusion", "cp2"),
+    ("SwitchClassifier", "ep2"),
+    ("TaskAdapters", "planned"),
+]
+# A logged metric of torchmetrics meets the other ranks outside of its step, where transfers have one order per pair.
+HANGS = pytest.mark.xfail(strict=True, reason="metrics of stages wait for ranks that do not come, over NCCL alone")
+LEFT = pytest.mark.xfail(strict=False, reason="patches of metrics are left on a rank; the plan depends on the machine")
+MARKS = {("TwoTower", "planned"): LEFT}
+MARKS |= dict.fromkeys([("NBeats", stages) for stages in ("pp2", "dp2 x pp2", "pp2 x 4 microbatches")], HANGS)
+
+
+def marks_of(key):
+    return [] if key in BY_DEFAULT else [pytest.mark.slow, *([MARKS[key]] if key in MARKS else [])]
+
+
+ALL = [
+    pytest.param(name, layout, id=f"{name}-{layout.name}", marks=marks_of(key))
+    for name, case in CASES.items()
+    for layout in layouts_of(case)
+    for key in [(name, layout.name)]
+]
+KNOWN = json.loads(Path(__file__).with_name("host_syncs.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL)
+def test_layout_is_ready_for_nccl(worlds, record_property, name, layout):
+    recorded = RecordedWorlds(worlds, observe_and_save)
+    outcome = Checked(recorded, CASES[name]).outcome(layout)
+    assert outcome.is_parity, f"{outcome.summary}: {outcome.reason}"
+    record_property("nccl", json.dumps(summary(recorded.traces)))
+    assert judges.judge(recorded.traces) == {}
+    key = f"{name}, {layout.name}"
+    found = judges.host_syncs(recorded.traces)
+    if key in KNOWN:
+        assert not judges.more_syncs(found, KNOWN[key]), "more host synchronisations; or change host_syncs.json"
+
+
+def test_the_table_has_a_module_of_each_layout():
+    assert KNOWN.keys() == {f"{name}, {layout}" for name, layout in BY_DEFAULT}
