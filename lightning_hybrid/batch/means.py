@@ -38,7 +38,7 @@ REARRANGED = frozenset(
 )
 
 
-_EXTREMES = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
+_EXTREMES = {"max": "max", "amax": "max", "any": "max", "min": "min", "amin": "min", "all": "min"}
 
 
 def reduction_of(value: int, graph: StepGraph, size: int) -> str:

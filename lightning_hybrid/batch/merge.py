@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy
@@ -74,7 +75,7 @@ class Microbatches:
         if (diverged := next((number for number in numbers if number != number), None)) is not None and how != "mean":
             return diverged
         if how == "mean" and all(
-            isinstance(one, float) or (isinstance(one, Tensor) and _has_mean(one)) for one in numbers
+            _has_mean(one) if isinstance(one, Tensor) else not isinstance(one, Integral) for one in numbers
         ):
             weights = [(self.sizes[i] or 0) if argument in self.by_samples else self.weights[i] for i in column]
             total = sum(weights) or 1.0
@@ -140,8 +141,8 @@ def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
 def is_number(value: Any) -> bool:
     """Whether a value is a real number, or a tensor without dimensions of one, that is known on this rank."""
     if isinstance(value, Tensor):
-        return not value.dim() and value.dtype is not torch.bool and not value.is_complex() and not is_absent(value)
-    return isinstance(value, int | float) and not isinstance(value, bool) and source_values(value) is None
+        return not value.dim() and not value.is_complex() and not is_absent(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and source_values(value) is None
 
 
 def weighted_mean(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -190,7 +191,8 @@ class _Merger:
 
     def _plain(self, outputs: list[Any]) -> Any:
         last = outputs[-1]
-        if not isinstance(last, float) or any(source_values(output) is not None for output in outputs):
+        is_float = isinstance(last, Real) and not isinstance(last, Integral)
+        if not is_float or any(source_values(output) is not None for output in outputs):
             return last
         if all(output == last for output in outputs):
             return last
@@ -296,10 +298,10 @@ class _ArgumentMerger(_Merger):
 
     def _plain(self, outputs: list[Any]) -> Any:
         last = outputs[-1]
-        if not isinstance(last, int | float) or isinstance(last, bool) or None in self.counts:
+        if isinstance(last, bool) or not isinstance(last, Real) or None in self.counts:
             return super()._plain(outputs)
         is_count = last and all(output % (count or 1) == 0 for output, count in zip(outputs, self.counts, strict=True))
-        if is_count or (isinstance(last, int) and any(output != last for output in outputs)):
+        if is_count or (isinstance(last, Integral) and any(output != last for output in outputs)):
             return sum(outputs)
         return super()._plain(outputs)
 

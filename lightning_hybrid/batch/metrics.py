@@ -149,17 +149,24 @@ class FullBatchMetrics:
         """The calls of the present step on this rank, for the ranks that run other shares of the batch."""
         return {} if self._step is None else self._step.calls
 
+    def numbers(self) -> list[dict[Argument, float]]:
+        """The numbers among the arguments of the calls, by microbatch."""
+        return [
+            {
+                Argument(fqn, number, name): float(value)
+                for fqn, row in found.items()
+                for number, (_, args, kwargs) in enumerate(row)
+                for name, value in named_arguments(args, kwargs).items()
+                if is_number(value)
+            }
+            for _, found in sorted(self.calls.items())
+        ]
+
     def take_numbers(self) -> dict[Argument, float]:
         """Forget the calls of one microbatch; returns the numbers among their arguments."""
-        made = [
-            (Argument(fqn, number, name), value)
-            for found in self.calls.values()
-            for fqn, row in found.items()
-            for number, (_, args, kwargs) in enumerate(row)
-            for name, value in named_arguments(args, kwargs).items()
-        ]
+        found = self.numbers()
         self.calls.clear()
-        return {argument: float(value) for argument, value in made if is_number(value)}
+        return found[0] if found else {}
 
     def origin(self, value: Any) -> tuple[str, int, int] | None:
         """The metric, the number of its call and the leaf of the result that a value is; None if it is none."""

@@ -125,6 +125,8 @@ class StepResultExchange:
         return ABSENT if number is None else float(number)
 
     def _combined(self, key: Key, entry: Entry) -> float:
+        if entry.is_plain and self._given.repeats_logs and len(set(entry.values)) == 1:
+            return entry.values[0]
         weights = self._given.weights if key in self._weighting.keys else self._weights
         return entry.combine(weights, self._sizes, self._measured.get(key) or self._over(entry))
 
@@ -133,6 +135,16 @@ class StepResultExchange:
         if entry.value is None or None in self._sizes:
             return ""
         return reduction_of(entry.value, self._given.graph, self._sizes[0] or 0)
+
+    @property
+    def guessed(self) -> frozenset[Key | Argument]:
+        """What was taken for a mean over microbatches though no analysis has shown that it is one; after ``finish``."""
+        known = {
+            key
+            for key, entry in keyed(self._entries)
+            if entry.metric is not None or entry.origin is not None or self._over(entry)
+        }
+        return frozenset(self._combined_keys - known)
 
     def warnings(self) -> list[tuple[Key | Argument, str]]:
         """Warnings about numbers that are means over microbatches, and are known to be others of the batch, by key.

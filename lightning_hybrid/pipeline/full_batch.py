@@ -9,7 +9,6 @@ that run on the modules stay.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,18 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.batch.means import matching_values
-from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, split
-from lightning_hybrid.collectives.agreement import StepBroken
-from lightning_hybrid.errors import PartitionError, StepError
+from lightning_hybrid.batch.split import batch_size_of
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
-from lightning_hybrid.pipeline.measure import is_same
-from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
-from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
+from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.kept import skippable_modules, why_not_mergeable
 from lightning_hybrid.step.standins.numbers import is_known
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -163,56 +159,6 @@ def _path(variant: TraceVariant) -> frozenset[tuple[str, str]]:
     return frozenset((node.line, node.name) for node in variant.recording.graph.nodes)
 
 
-# Trials have batch numbers of their own: random numbers depend on them.
-_OTHER = 2**40
-
-
-class EvaluationTrials:
-    """Tries each step of evaluation once, on the samples of two microbatches of its first batch."""
-
-    def __init__(self, trial: Callable[[Call, int], StepResult]) -> None:
-        """Prepare; ``trial`` runs a call in a number of microbatches, and undoes it; collective."""
-        self._trial = trial
-        self._tried: set[str] = set()
-
-    def differing(self, call: Call, chosen: Microbatches, splitter: BatchSplitter | None) -> str:
-        """What differs, the same on every rank; "" if nothing does, or the step was tried before."""
-        count = len(chosen)
-        if count == 1 or call.name in self._tried:
-            return ""
-        self._tried.add(call.name)
-        some = split(chosen.batch, max(1, count // 2), splitter)[0][0]
-        first, second = (
-            dataclasses.replace(call, batch=some, number=call.number - number) for number in (_OTHER, 2 * _OTHER)
-        )
-        try:
-            whole = self._trial(first, 1)
-            found = _difference(whole, self._trial(first, 2), chosen.variants[0])
-            # Random numbers, or a clock: then nothing is known.
-            if not found or _difference(whole, self._trial(second, 1), chosen.variants[0]):
-                return ""
-        except (StepError, PartitionError, StepBroken):  # so few samples are no batch to this step
-            return ""
-        return f"{found} as combined from halves of them"
-
-
-def _difference(one: StepResult, other: StepResult, variant: TraceVariant) -> str:
-    is_rounded = any(value.dtype in ("float16", "bfloat16") for value in variant.recording.graph.values)
-    for (entry, a), (_, b) in zip(one.logs, other.logs, strict=False):
-        if math.isfinite(b) and not is_same(a, b, torch.float16 if is_rounded else entry.dtype):
-            return f"it logs {entry.name!r}, which is {a:.6g} for some samples and {b:.6g}"
-    for x, y in zip(*map(_tensors, (one.output, other.output)), strict=False):
-        scale, error = (float(t.abs().max()) if t.numel() else 0.0 for t in (x, x - y if x.shape == y.shape else x[:0]))
-        if math.isfinite(error) and not is_same(scale + error, scale, torch.float16 if is_rounded else x.dtype):
-            return f"what it returns is up to {scale:.6g} for some samples and differs by up to {error:.6g}"
-    return ""
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    leaves = [torch.as_tensor(leaf) for leaf in flatten(output)[0] if isinstance(leaf, float | Tensor)]
-    return [leaf for leaf in leaves if leaf.is_floating_point()]
-
-
 class LogRun:
     """The run of one step on one batch; created before the step may write into its batch.
 
@@ -256,6 +202,10 @@ class LogRuns:
     def __init__(self, plan: StagePlan, traces: TraceCache) -> None:
         self._plan, self._traces = plan, traces
         self._needless: set[TraceVariant] = set()
+
+    def repeat(self, variants: Sequence[TraceVariant]) -> bool:
+        """Whether microbatches with these traces log numbers from outside of the graph as their batch logs them."""
+        return variants[0] in self._needless
 
     def of(self, call: Call, batch: Any, variants: Sequence[TraceVariant]) -> LogRun | None:
         """The run of a step whose microbatches have these traces; None if it would log what they log."""

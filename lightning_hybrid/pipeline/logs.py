@@ -182,7 +182,7 @@ class LogCapture:
             value=mark_in_any_run(value),
             origin=origin,
             is_python=not is_tensor and metric is None,
-            is_integer=is_tensor and not (value.dtype.is_floating_point or value.dtype.is_complex),
+            is_integer=is_tensor and value.dtype is not torch.bool and not value.is_floating_point(),
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -127,7 +127,8 @@ class Comparison:
     def measure(self, batch: Any, count: int, splitter: BatchSplitter | None) -> LossWeighting:
         """Measure how ``count`` parts of a batch weigh in its loss; by samples also where it cannot be measured.
 
-        Modules are in eval mode meanwhile, without dropout and with normalization by sample.
+        Modules are in eval mode meanwhile, without dropout and with normalization by sample. The user's own module is
+        so only if the step draws random numbers otherwise: it may name its logs by ``self.training``.
         """
         # Copies, since the step may write into its batch.
         partitions = [split(copied_batch(batch), count, splitter)]
@@ -135,7 +136,8 @@ class Comparison:
             partitions.append(split_unevenly(copied_batch(batch)))
         batch = copied_batch(batch)
         partitions = [(parts, weights) for parts, weights in partitions if parts]
-        found = self._results([[batch], *(parts for parts, _ in partitions)], count)
+        runs = [[batch], *(parts for parts, _ in partitions)]
+        found = self._results(runs, count, trains_root=True) or self._results(runs, count)
         if found is None:
             return LossWeighting()
         if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
@@ -145,7 +147,7 @@ class Comparison:
         mean = _mean([one.loss for one in found], sample_weights)
         keys = frozenset[Key | Argument].intersection(*(frozenset(one.logs) for one in found))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
-        hows = {key: _reductions(each, sample_weights, dtype) for key, each in logged.items()}
+        hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
         reductions = tuple((key, how[0]) for key, how in hows.items() if len(how) == 1 or (how and "sum" not in how))
         unexplained = tuple(
@@ -165,7 +167,12 @@ class Comparison:
         return LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
 
     def _results(
-        self, partitions: Sequence[Sequence[Any]], count: int, *, with_graph: bool = False
+        self,
+        partitions: Sequence[Sequence[Any]],
+        count: int,
+        *,
+        with_graph: bool = False,
+        trains_root: bool = False,
     ) -> list[_Result] | None:
         """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
 
@@ -174,7 +181,7 @@ class Comparison:
         with one.
         """
         found: list[_Result] = []
-        with undone_runs(self.root, self.randomness, trains=False) as before:
+        with undone_runs(self.root, self.randomness, trains=False, trains_root=trains_root) as before:
             try:
                 for parts in partitions:
                     of_parts = []
@@ -193,7 +200,7 @@ class Comparison:
                 if is_out_of_memory(error) or (found and (len(found) <= count or not before.are_unchanged())):
                     return None
         if not found and not with_graph:
-            return self._results(partitions, count, with_graph=True)
+            return self._results(partitions, count, with_graph=True, trains_root=trains_root)
         return found or None
 
     def _run(self, part: Any, *, with_graph: bool) -> tuple[Any, torch.dtype, LogCapture]:
@@ -313,9 +320,10 @@ class UndoneRuns:
     """Runs of a step whose effects are undone; see ``undone_runs``."""
 
     def __init__(
-        self, root: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter], *, trains: bool
+        self, root: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter], trained: Collection[nn.Module]
     ) -> None:
-        self._switched = [m for m in root.modules() if m.training and (isinstance(m, _NormBase) or not trains)]
+        switched = (m for m in root.modules() if isinstance(m, _NormBase) or m not in trained)
+        self._switched = [module for module in switched if module.training]
         self._start, self._generators = StepSnapshot(root, copied=math.inf), GeneratorStates(device)
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._begin()
@@ -347,17 +355,23 @@ class UndoneRuns:
 
 @contextlib.contextmanager
 def undone_runs(
-    root: nn.Module, randomness: KeyedRandomness, parameters: Sequence[nn.Parameter] = (), *, trains: bool = True
+    root: nn.Module,
+    randomness: KeyedRandomness,
+    parameters: Sequence[nn.Parameter] = (),
+    *,
+    trains: bool = True,
+    trains_root: bool = True,
 ) -> Iterator[UndoneRuns]:
     """Run steps inside without prints; their effects, also on gradients of ``parameters``, are undone.
 
     Dropout is off, and layers that normalize over samples use their running statistics; all modules are in eval mode
-    unless the step ``trains``.
+    unless the step ``trains``, but the user's own one if only this ``trains_root``.
     """
     quiet = contextlib.redirect_stdout(io.StringIO())
-    dropout = WithoutDropoutMode() if trains else contextlib.nullcontext()
+    dropout = WithoutDropoutMode() if trains or trains_root else contextlib.nullcontext()
+    trained = frozenset(root.modules()) if trains else frozenset({root} if trains_root else ())
     with randomness.isolated(), dropout, quiet, without_registrations(root):
-        runs = UndoneRuns(root, randomness.device, parameters, trains=trains)
+        runs = UndoneRuns(root, randomness.device, parameters, trained)
         try:
             yield runs
         finally:
@@ -374,7 +388,7 @@ def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Key 
     return {key: number for key, number in (*found, *arguments.items()) if math.isfinite(number)}
 
 
-def _reductions(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> list[str]:
+def reductions_of(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> list[str]:
     """How the parts' numbers may give a logged number of the batch: as "mean", "sum", "max" or "min"."""
     hows: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
     bound = _ROUNDING.get(dtype, _ROUNDING_OF_HALF) * (abs(logged.full) or 1.0)

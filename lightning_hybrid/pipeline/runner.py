@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.batch.merge import Argument
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.params.guards import ReadGuards
-from lightning_hybrid.pipeline.logs import Entry
+from lightning_hybrid.pipeline.logs import Entry, Key
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call
@@ -30,6 +31,8 @@ class StepResult:
     # the mean loss, a scalar weighted by samples; None for steps without a backward, or that returned none
     loss: Tensor | None
     logs: list[tuple[Entry, float]]  # each logged key with its value for the full batch and the arguments of the call
+    # what was logged, or given to a metric of this rank, and taken for a mean over microbatches without proof
+    guessed: frozenset[Key | Argument] = frozenset()
 
 
 class MicrobatchRunner(ABC):

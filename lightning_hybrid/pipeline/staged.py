@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from lightning_hybrid.batch.split import copied_batch, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.exchange import StepResultExchange
-from lightning_hybrid.pipeline.full_batch import EvaluationTrials, LogRuns, SideEffectRun, UnsplitSteps
+from lightning_hybrid.pipeline.full_batch import LogRuns, SideEffectRun, UnsplitSteps
 from lightning_hybrid.pipeline.kept import AppendedEntries
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.means import ComparedLoss, LossMeanWeights, MeanWeights
@@ -30,6 +31,7 @@ from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.plan import TraceVariant, broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
+from lightning_hybrid.pipeline.trials import EvaluationTrials, StoredValues, Trial
 from lightning_hybrid.step.replay.stage import StageRun
 from lightning_hybrid.techniques.technique import Active
 
@@ -53,7 +55,8 @@ class StepRunner(MicrobatchRunner):
         self._loss_shares = LossMeanWeights(self.plan, self._traces)
         self._log_runs = LogRuns(self.plan, self._traces)
         self._transport, self._programs = transport, Programs(self.plan, transport)
-        self._unsplit, self._trials = UnsplitSteps(self._traces, warn_unsplit), EvaluationTrials(self._trial)
+        self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
+        self._trials = EvaluationTrials(self._metrics.metrics, self._trial, self.plan.group)
         self._next: Microbatches | None = None  # of the training batch that comes next
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
         self.has_weighted_means, self.recorded_means = False, frozenset[int]()
@@ -144,7 +147,7 @@ class StepRunner(MicrobatchRunner):
         elif not call.trains and self._loss_shares.are_incomparable(given.variants):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self.run_unsplit(call.name)
-        elif not call.trains and (found := self._trials.differing(call, given, self.splitter)):
+        elif not call.trains and (found := self._why_unsplit(call, given)):
             self._unsplit.adopt(call.name, found)
         if call.name in self._unsplit.names and len(given) > 1:
             return self.run(call)
@@ -155,17 +158,24 @@ class StepRunner(MicrobatchRunner):
                 raise
             return self._evaluate_again(call, broken)
 
-    def _trial(self, call: Call, count: int) -> StepResult:
+    def _why_unsplit(self, call: Call, given: Microbatches) -> str:
+        """Why a trial of evaluation shows that batches of its step must not be split; "" if it does not."""
+        reads_content = call.name in self._traces.reads_batch or any(v.recording.numbers_read for v in given.variants)
+        return self._trials.why_unsplit(call, given, self.splitter, reads_content=reads_content)
+
+    def _trial(self, call: Call, count: int) -> Trial:
         """Run a step of evaluation in so many microbatches, and undo it."""
         parts, weights = split(copied_batch(call.batch), count, self.splitter)
         with self._metrics.local_copies():
             variants = self._traces.choose(call, parts)
-            log_run = self._log_runs.of(call, call.batch, variants)
-        given = Microbatches(call.batch, call.number, parts, weights, variants, log_run)
-        snapshot = self._snapshot(call, given)
+            given = self._with_logs(call, Microbatches(call.batch, call.number, parts, weights, variants))
+        snapshot, stored = self._snapshot(call, given, copied=math.inf), StoredValues(self._root)
+        self.is_comparing = True
         try:
-            return self._run_in_stages(call, given, self._weights(call, given))
+            result = self._run_in_stages(call, given, self._weights(call, given))
+            return Trial(result, self._metrics.calls.numbers(), stored.written())
         finally:
+            self.is_comparing = False
             snapshot.restore()
 
     def _evaluate_again(self, call: Call, broken: StepBroken) -> StepResult:
@@ -191,7 +201,9 @@ class StepRunner(MicrobatchRunner):
         """Run this rank's stages on all microbatches, then exchange and join the results."""
         weights, shares = weighted
         logs, metrics = LogCapture(len(given), self._executor.has_guessed_size), self._metrics.calls
-        weighting = self.weighting if call.trains else LossWeighting()
+        weighting, joins_calls = self.weighting, len(given) > 1 or self.is_comparing
+        if not call.trains:
+            weighting = LossWeighting(reductions=tuple(self._trials.reductions(call.name).items()))
         exchange = StepResultExchange(self.plan, call, given, logs, weights, metrics, weighting)
         snapshot = self._snapshot(call, given) if not call.trains or self.can_roll_back_step else None
         seeds, factors = self._seeds(call, given, weights)
@@ -199,13 +211,13 @@ class StepRunner(MicrobatchRunner):
             program=self._programs.of(given.variants, train=call.trains),
             variants=given.variants,
             steps=[self._traces.bind_microbatch(call, part, len(self.plan.stages)) for part in given.parts],
-            around=partial(self._around_forward, call, logs, len(given) == 1),
+            around=partial(self._around_forward, call, logs, not joins_calls),
             backwards=call.backwards,
             seeds=seeds,
             factors=factors,
             repeated_buffers=repeated_buffers(self.plan),
             shares=shares,
-            metrics=metrics if len(given) > 1 else None,
+            metrics=metrics if joins_calls else None,
             # Where the channel has one order, a collective must not stand between transfers.
             after_forwards=exchange.begin if self._transport.channel == "tags" else _wait_for_end,
             may_break=snapshot is not None,
@@ -230,12 +242,12 @@ class StepRunner(MicrobatchRunner):
         output, loss = exchange.join(runs, content, appended, side_effects)
         broadcast_buffers(self.plan, given.variants)
         self.unpartitioned.mark_stale()
-        return StepResult(output, loss, logged)
+        return StepResult(output, loss, logged, exchange.guessed)
 
-    def _snapshot(self, call: Call, given: Microbatches) -> StepSnapshot:
+    def _snapshot(self, call: Call, given: Microbatches, **how: Any) -> StepSnapshot:
         written = frozenset[str]().union(*(variant.written for variant in given.variants))
         batches, writes_batch = (given.batch, given.parts), self._traces.writes_batch(call.name)
-        return StepSnapshot(self._root, written, batches=batches, writes_batch=writes_batch)
+        return StepSnapshot(self._root, written, batches=batches, writes_batch=writes_batch, **how)
 
     def _weights(self, call: Call, given: Microbatches) -> tuple[list[float], MeanWeights]:
         """The weight of each microbatch, and the weights of its recorded means that differ from it."""
@@ -329,10 +341,15 @@ class StepRunner(MicrobatchRunner):
                 parts, weights = split(batch, 1, self.splitter)
                 variants = self._traces.choose(dataclasses.replace(call, first=self._replica), parts)
                 given = Microbatches(batch, call.number, parts, weights, variants)
-            given = dataclasses.replace(given, log_run=self._log_runs.of(call, batch, given.variants))
+            given = self._with_logs(call, given)
         if not is_known:
             self.unpartitioned.has_recorded()
         return given
+
+    def _with_logs(self, call: Call, given: Microbatches) -> Microbatches:
+        """The microbatches with what is known about numbers that they log from outside of the step graph."""
+        log_run = self._log_runs.of(call, given.batch, given.variants)
+        return dataclasses.replace(given, log_run=log_run, repeats_logs=self._log_runs.repeat(given.variants))
 
     @contextlib.contextmanager
     def _around_forward(self, call: Call, logs: LogCapture, is_full: bool, index: int) -> Iterator[None]:

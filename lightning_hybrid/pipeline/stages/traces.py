@@ -128,6 +128,7 @@ class Microbatches:
         weights: The weight of each microbatch, by samples.
         variants: The trace of each microbatch.
         log_run: Runs the step on the full batch for its logs, if it must.
+        repeats_logs: Whether each logs the numbers of the batch, as far as they are no values of the step graph.
     """
 
     batch: Any
@@ -136,6 +137,7 @@ class Microbatches:
     weights: Sequence[float]
     variants: Sequence[TraceVariant]
     log_run: Any = None
+    repeats_logs: bool = False
 
     def __len__(self) -> int:
         """Their number."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
@@ -84,7 +84,7 @@ class Recipe:
 
         def log(name: str, value: Any, *_: Any, **__: Any) -> None:
             if not isinstance(value, Metric) and mark_in_any_run(value) is None:
-                number = math.nan if is_absent_number(value) else value
+                number = math.nan if isinstance(value, Tensor) or is_absent_number(value) else value
                 logs.append((name, float(number) if isinstance(number, bool | int | float) else None))
 
         grad = torch.set_grad_enabled(self.trains or torch.is_grad_enabled())

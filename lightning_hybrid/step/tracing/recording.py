@@ -71,7 +71,7 @@ class Recording:
         has_functions: Whether an autograd function of user code was applied, also inside of units.
         has_hooks: Whether a hook on the gradient of a tensor was registered.
         logged: What it logs beside values of its graph and metrics: the name, and the number; NaN for a number read
-            from the model, None for a tensor of the batch.
+            from the model and for a tensor of the batch, None for what is no number.
     """
 
     graph: StepGraph

@@ -1,0 +1,226 @@
+"""Trials of evaluation steps: whether the microbatches of a batch give its numbers.
+
+Some samples are run as one batch and as its halves, and all that a step leaves is compared: what it logs and returns,
+what it stores on modules, and the states of metrics. A batch is split only where the two agree, and where that is no
+coincidence: a whole number, such as a count of 0 or a largest length, may be the same in both by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.batch.denominators import Mean
+from lightning_hybrid.batch.merge import Argument
+from lightning_hybrid.batch.split import BatchSplitter, split
+from lightning_hybrid.collectives.agreement import StepBroken
+from lightning_hybrid.errors import PartitionError, StepError
+from lightning_hybrid.pipeline.logs import Key, keyed
+from lightning_hybrid.pipeline.measure import is_same, reductions_of
+from lightning_hybrid.pipeline.runner import StepResult
+from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
+from lightning_hybrid.step.module_state.snapshots import reachable_leaves
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.objects.tensors import detached_copy
+from lightning_hybrid.step.standins.numbers import has_absent_content
+from lightning_hybrid.step.standins.tensors import is_absent
+
+# Trials have batch numbers of their own: random numbers depend on them.
+_OTHER = 2**40
+
+
+class StoredValues:
+    """The numbers and tensors that a step stores on the modules of this rank."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Record what is there before the step."""
+        self._root, self._before = root, dict(_leaves(root))
+        self._versions = {place: leaf._version for place, leaf in self._before.items() if isinstance(leaf, Tensor)}
+        arrays = {place: leaf for place, leaf in self._before.items() if isinstance(leaf, numpy.ndarray)}
+        self._arrays = {place: leaf.copy() for place, leaf in arrays.items()}
+
+    def written(self) -> dict[str, Any]:
+        """Copies of what is new or has changed, by its place."""
+        return {place: _copied(leaf) for place, leaf in _leaves(self._root) if self._is_written(place, leaf)}
+
+    def _is_written(self, place: str, leaf: Any) -> bool:
+        before: Any = self._before.get(place)
+        if isinstance(leaf, Tensor):
+            return leaf is not before or leaf._version != self._versions[place]
+        if isinstance(leaf, numpy.ndarray):
+            return leaf is not before or not numpy.array_equal(leaf, self._arrays[place])
+        return leaf is not before  # a sum to which 0 was added is another object
+
+
+class Trial(NamedTuple):
+    """A run of a step whose effects are undone."""
+
+    result: StepResult
+    arguments: Sequence[Mapping[Argument, float]]  # numbers that metrics of this rank were given, by microbatch
+    stored: Mapping[str, Any]  # what it has stored on the modules of this rank, by place
+
+    def left(self) -> dict[str, Any]:
+        """All values that the step leaves, by what it does with them."""
+        logged = zip(keyed([entry for entry, _ in self.result.logs]), self.result.logs, strict=True)
+        numbers = {key: n if entry.is_plain else torch.tensor(n) for (key, entry), (_, n) in logged if entry.is_number}
+        returned = enumerate(flatten(self.result.output)[0])
+        return {
+            **{_logs(key): number for key, number in numbers.items()},
+            **{f"returns a value (leaf {index})": leaf for index, leaf in returned if _is_value(leaf)},
+            **{f"stores {place}": leaf for place, leaf in self.stored.items()},
+        }
+
+    def doubtful(self, metrics: Collection[str], *, reads_content: bool) -> str:
+        """Find a number that the trial leaves in doubt; "" if there is none.
+
+        Numbers of Python are plain constants and sizes unless the step ``reads_content``; what ``metrics`` (FQNs) store
+        follows from their arguments.
+        """
+        guessed = {_logs(key) for key in self.result.guessed if not isinstance(key, Argument)}
+        for what, value in self.left().items():
+            kind, _, place = what.partition(" self.")
+            is_number = not isinstance(value, Tensor | numpy.ndarray) or value.ndim == 0
+            if kind == "stores" and any(place.startswith(f"{fqn}.") for fqn in metrics):
+                continue
+            if what.startswith("logs") and what not in guessed:
+                continue
+            if is_number and (reads_content or isinstance(value, Tensor)) and not _is_telling(float(value)):
+                return f"it {what}, which is {float(value):.6g} for some samples and may depend on them in several ways"
+        return ""
+
+
+class EvaluationTrials:
+    """Tries each step of evaluation once, on the samples of two microbatches of its first batch."""
+
+    def __init__(self, metrics: Collection[str], trial: Callable[[Call, int], Trial], group: dist.ProcessGroup) -> None:
+        """Prepare for a module with these ``metrics`` (FQNs).
+
+        ``trial`` runs a call in a number of microbatches, and undoes it; collective over the pipeline's ``group``.
+        """
+        self._metrics, self._trial, self._group = metrics, trial, group
+        self._tried: dict[str, dict[Argument, str]] = {}
+
+    def reductions(self, name: str) -> Mapping[Argument, str]:
+        """How microbatches make the numbers that a step gives to metrics of this rank, as measured."""
+        return self._tried.get(name, {})
+
+    def why_unsplit(
+        self, call: Call, chosen: Microbatches, splitter: BatchSplitter | None, *, reads_content: bool
+    ) -> str:
+        """Why batches of a step must not be split, the same on every rank; "" if they may, or it was tried before."""
+        if len(chosen) == 1 or call.name in self._tried:
+            return ""
+        self._tried[call.name] = {}
+        some = split(chosen.batch, max(1, len(chosen) // 2), splitter)[0][0]
+        first, second = (replace(call, batch=some, number=call.number - number) for number in (_OTHER, 2 * _OTHER))
+        joint, halves = self._on_all_ranks(first, 1), self._on_all_ranks(first, 2)
+        if joint is None or halves is None:
+            return ""
+        is_rounded = any(value.dtype in ("float16", "bfloat16") for value in chosen.graph.values)
+        rounding = torch.float16 if is_rounded else torch.float32
+        self._tried[call.name], doubts = _measured(joint, halves, split(some, 2, splitter)[1], rounding)
+        if self._first(str(self._tried[call.name] or "")):
+            halves = self._on_all_ranks(first, 2) or halves
+        found = _differences(joint, halves, rounding)
+        # Random numbers, or a clock: then nothing is known.
+        if self._first("".join(found)) and (other := self._on_all_ranks(second, 1)) is not None:
+            found = {what: text for what, text in found.items() if what not in _differences(joint, other, rounding)}
+        doubt = doubts or halves.doubtful(self._metrics, reads_content=reads_content)
+        return self._first(next(iter(found.values()), doubt))
+
+    def _on_all_ranks(self, call: Call, count: int) -> Trial | None:
+        """A trial; None where it fails on any rank, as so few samples may be no batch to this step."""
+        found, error = None, ""
+        try:
+            found = self._trial(call, count)
+        except (StepError, PartitionError, StepBroken) as reason:
+            error = type(reason).__name__
+        return None if self._first(error) else found
+
+    def _first(self, text: str) -> str:
+        """The first text of all ranks that is not empty."""
+        rows = [text] * self._group.size()
+        dist.all_gather_object(rows, text, group=self._group)
+        return next(filter(None, rows), "")
+
+
+def _measured(joint: Trial, halves: Trial, weights: list[float], dtype: torch.dtype) -> tuple[dict[Argument, str], str]:
+    """How halves make the numbers given to metrics: as "mean" or "sum"; and a doubt about another number, or ""."""
+    measured: dict[Argument, str] = {}
+    for argument in (key for key in halves.result.guessed if isinstance(key, Argument)):
+        full = sum(each.get(argument, math.nan) for each in joint.arguments)
+        parts = [each.get(argument, math.nan) for each in halves.arguments]
+        how = reductions_of(Mean(full, [parts]), [weights], dtype) if len(parts) == len(weights) else []
+        # The last number, or the largest, may be any of these by chance.
+        if how == ["sum"]:
+            measured[argument] = "sum"
+        elif "mean" in how and "sum" not in how and _is_telling(full):
+            measured[argument] = "mean"
+        else:
+            made = f"it calls the metric {argument.metric!r} with a number (argument {argument.name})"
+            return {}, f"{made}, which is {full:.6g} for some samples and {parts} for halves of them"
+    return measured, ""
+
+
+def _differences(one: Trial, other: Trial, rounding: torch.dtype) -> dict[str, str]:
+    """What differs between two trials, with a description."""
+    found = {}
+    left, others = one.left(), other.left()
+    for what in dict.fromkeys((*left, *others)):
+        if what not in left or what not in others:
+            found[what] = f"it {what} for some samples, and does not for halves of them, or reversely"
+            continue
+        x, y = (torch.as_tensor(value).detach() for value in (left[what], others[what]))
+        if x.shape != y.shape:
+            found[what] = f"it {what}, which has shape {list(x.shape)} for some samples and {list(y.shape)}"
+        elif not _is_close(x, y, rounding):
+            a, b = ((f"{float(t):.6g}" if t.numel() == 1 else f"up to {float(t.abs().max()):.6g}") for t in (x, y))
+            found[what] = f"it {what}, which is {a} for some samples and {b}"
+    return {what: f"{text} as combined from halves of them" for what, text in found.items()}
+
+
+def _is_close(one: Tensor, other: Tensor, rounding: torch.dtype) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    if not one.numel() or torch.equal(one.isnan(), other.isnan()) is False:
+        return not one.numel()
+    one, other = one.double().nan_to_num(), other.double().nan_to_num()
+    scale = float(one.abs().max())
+    return is_same(scale + float((one - other).abs().max()), scale, rounding)
+
+
+def _logs(key: Key) -> str:
+    return f"logs {key[0]!r}" + (f" (call {key[1] + 1})" if key[1] else "")
+
+
+def _is_telling(number: float) -> bool:
+    """Whether equal results for a batch and its halves prove something: whole numbers may be equal by chance."""
+    return math.isfinite(number) and number != round(number)
+
+
+def _leaves(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    buffers = ((f"self.{name}", buffer) for name, buffer in root.named_buffers())
+    stored = ((str(place), leaf) for place, leaf in reachable_leaves(root))
+    return ((place, leaf) for place, leaf in chain(buffers, stored) if _is_value(leaf))
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether a leaf is a number, or a tensor or array of numbers, that this rank has."""
+    if isinstance(leaf, Tensor):
+        return not is_absent(leaf) and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_complex()
+    if isinstance(leaf, numpy.ndarray):
+        return leaf.dtype.kind in "biuf" and not has_absent_content(leaf)
+    return isinstance(leaf, Real) and not has_absent_content(leaf)
+
+
+def _copied(leaf: Any) -> Any:
+    return detached_copy(leaf) if isinstance(leaf, Tensor) else leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf
