@@ -58,7 +58,7 @@ def saved_bytes(technique: dict[str, Any], width: int, layers: int, length: int,
             moving=Moving(file, technique["min_bytes"], dict.fromkeys(found, 1.0))
             if "min_bytes" in technique
             else None,
-            microbatch_key=lambda: 1,
+            microbatch_key=lambda: (0, 1),
         )
         with Made() as made, activations.running():
             loss = loss_of(model(text), following)

@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -50,7 +51,7 @@ class Turns(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self.steps.append(time.perf_counter() - self._begin)
-        strategy = trainer.strategy
+        strategy: Any = trainer.strategy
         kind = list(KINDS)[batch_idx % len(KINDS)]
         path = self.folder / f"{kind.replace(' ', '-')}.ckpt"
         saves_folder, saves_beside = KINDS[kind]

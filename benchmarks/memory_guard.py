@@ -12,6 +12,8 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,8 @@ def measure(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = Mesh.build(ParallelLayout(data_replicate_size=2), "cpu")
-    guard, tensor = MemoryGuard(mesh, timedelta(minutes=1), lambda: False), torch.ones(1000)
+    world: Any = SimpleNamespace(mesh=mesh, timeout=timedelta(minutes=1), any_failed=lambda: False)
+    guard, tensor = MemoryGuard(world), torch.ones(1000)
     guard.largest(1.0)
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(ROUNDS):

@@ -121,7 +121,7 @@ def print_balance(args: argparse.Namespace) -> None:
     for balanced, found in rounds.items():
         medians = [sorted(column)[len(column) // 2] for column in zip(*found, strict=True)]
         order = RingOrder(args.length, args.ranks, True)
-        scores = [order.num_scores(rank) for rank in range(args.ranks)]
+        scores = [sum(sum(range(a, b)) + b - a for a, b in order.ranges(rank)) for rank in range(args.ranks)]
         most = max(medians) / (sum(medians) / len(medians))
         name = "balanced" if balanced else "contiguous"
         print(

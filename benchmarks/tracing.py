@@ -14,7 +14,6 @@ Must be reached, at 48 layers: one recording < 1 s, and all of planning < 1 s.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import cProfile
 import pstats
 import statistics
@@ -29,9 +28,10 @@ from side_by_side import quartiles, verdict
 from small_gpt import SmallGPT, batch_of
 from torch import Tensor
 
-from lightning_hybrid.pipeline.stages import recording as planning
 from lightning_hybrid.pipeline.stages.plan import StagePlan
+from lightning_hybrid.pipeline.stages.recording import record_variant
 from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.recording.record import Recipe
 
 WIDTH, LENGTH = 64, 32
 
@@ -52,7 +52,7 @@ class HuggingFaceGPT(LightningModule):
 def plan(module: LightningModule, stages: int) -> tuple[float, list[float], int]:
     """CPU seconds of planning, those of each recording, and the number of operations found."""
     recordings: list[float] = []
-    original = planning.record
+    original = Recipe.record
 
     def timed(*args: object, **kwargs: object) -> object:
         begin = time.thread_time()
@@ -63,12 +63,11 @@ def plan(module: LightningModule, stages: int) -> tuple[float, list[float], int]
 
     pipeline = SimpleNamespace(size=lambda: stages, rank=lambda: 0)
     batch = batch_of(2, LENGTH)
-    with mock.patch.object(planning, "record", timed):
+    with mock.patch.object(Recipe, "record", timed):
         begin = time.thread_time()
         stage_plan = StagePlan(module, pipeline, KeyedRandomness(1, torch.device("cpu")))
-        variant = planning.record_variant(
-            stage_plan, "training_step", lambda: module.training_step(batch, 0), contextlib.nullcontext, train=True
-        )
+        recipe = stage_plan.recipe("training_step", lambda: module.training_step(batch, 0), trains=True)
+        variant = record_variant(stage_plan, recipe)
         seconds = time.thread_time() - begin
     return seconds, recordings, len(variant.assignment.graph.nodes)
 

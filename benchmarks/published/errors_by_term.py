@@ -53,10 +53,8 @@ def terms(comparisons: Sequence[Comparison]) -> tuple[list[Term], float]:
         share = shares[:, index]
         if not share.any():
             continue
-        both = [
-            _correlation(*each) for each in ((share, found), (_centered(share, sources), _centered(found, sources)))
-        ]
-        rows.append(Term(name, int((share > 0.01).sum()), float(share.mean()), *both, factors.get(index)))
+        plain, within = _correlation(share, found), _correlation(_centered(share, sources), _centered(found, sources))
+        rows.append(Term(name, int((share > 0.01).sum()), float(share.mean()), plain, within, factors.get(index)))
     return sorted(rows, key=lambda row: -row.share), left
 
 

@@ -30,7 +30,7 @@ from lightning_hybrid.batch.merge import (
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.objects.pytree import flatten, map_tensors
 from lightning_hybrid.step.objects.tensors import detached_copy
-from lightning_hybrid.step.standins.tensors import MARK
+from lightning_hybrid.step.standins.marks import copy_mark
 from lightning_hybrid.step.tracing.metrics import isolated_copy, plain_attributes
 
 _METHODS = ("forward", "update", "compute", "reset")
@@ -251,8 +251,7 @@ def joined_calls(rows: Sequence[tuple[int, MetricCalls]]) -> MetricCalls:
 
 def _detached(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
-    if (mark := getattr(tensor, MARK, None)) is not None:
-        setattr(detached, MARK, mark)
+    copy_mark(tensor, detached)
     return detached
 
 

@@ -18,7 +18,8 @@ from lightning_hybrid.batch.merge import Argument, Microbatches
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
-from lightning_hybrid.step.standins.tensors import MARK, ShardedTensorBase, is_absent
+from lightning_hybrid.step.standins.marks import Marks, mark_in_any_run
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase, is_absent
 from lightning_hybrid.step.tracing.recording import Template
 
 
@@ -65,7 +66,7 @@ class ScalarResults:
         kwargs: Any,
         results: Sequence[Any],
         template: Template,
-        mark_of: Callable[[Tensor], int | None],
+        marks: Marks,
         origin: Callable[[Any], tuple[str, int, int] | None],
     ) -> None:
         """Record one operation, and the scalars that it reads and makes.
@@ -81,7 +82,7 @@ class ScalarResults:
             run = None
         arguments: list[Any] = []
         for leaf in leaves if run is not None else ():
-            mark = mark_of(leaf) if isinstance(leaf, Tensor) else None
+            mark = marks.of(leaf)
             if isinstance(leaf, Tensor) and leaf.dim() and mark not in self.values:  # no scalar, nor a metric's value
                 run, arguments = None, []
                 break
@@ -191,8 +192,8 @@ class BatchScalars(Microbatches):
 
     def is_selected(self, microbatch: int, leaf: Any) -> bool:
         """Whether the content of the batch decides how many rows an argument of a metric, of any shape, has."""
-        mark = getattr(leaf, MARK, None)
-        return mark is not None and self._graphs[microbatch].values[mark[1]].dynamic
+        index = mark_in_any_run(leaf)
+        return index is not None and self._graphs[microbatch].values[index].dynamic
 
     def scalar_of(self, column: list[Any]) -> Tensor | None:
         """The scalar of the batch, from the scalars that a metric was called with in each microbatch."""
@@ -228,8 +229,8 @@ class BatchScalars(Microbatches):
 
 def _index_of(column: Iterable[Any]) -> int | None:
     """The index of the one value that the microbatches' scalars are."""
-    marks = {mark[1] for scalar in column if (mark := getattr(scalar, MARK, None)) is not None}
-    return marks.pop() if len(marks) == 1 else None
+    indices = {mark_in_any_run(scalar) for scalar in column} - {None}
+    return indices.pop() if len(indices) == 1 else None
 
 
 def _is_scaled_by_number(call: _Call) -> bool:

@@ -15,8 +15,9 @@ from torchmetrics import Metric
 
 from lightning_hybrid import patching
 from lightning_hybrid.batch.merge import REDUCTIONS, Argument
+from lightning_hybrid.step.standins.marks import mark_in_any_run
 from lightning_hybrid.step.standins.numbers import ABSENT, is_known
-from lightning_hybrid.step.standins.tensors import MARK, is_absent
+from lightning_hybrid.step.standins.tensors import is_absent
 
 NUMBER = object()  # in place of a logged object, where a number was logged
 
@@ -178,7 +179,7 @@ class LogCapture:
         return Entry(
             *(name, metric, kwargs, [exact], [kwargs.get("batch_size")], _dtype(value), [guess]),
             other=value if number is None and metric is None else NUMBER,
-            value=(getattr(value, MARK, None) or (None, None))[1],
+            value=mark_in_any_run(value),
             origin=origin,
             is_python=not is_tensor and metric is None,
             is_integer=is_tensor and not (value.dtype.is_floating_point or value.dtype.is_complex),

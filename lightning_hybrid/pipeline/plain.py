@@ -36,11 +36,12 @@ from lightning_hybrid.pipeline.shares import (
     MicrobatchResults,
 )
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.pipeline.stages.recording import record_once, record_variant
+from lightning_hybrid.pipeline.stages.recording import record_variant
 from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.pipeline.stages.training import Backwards, StepUndone
 from lightning_hybrid.pipeline.unpartitioned import PlainStepRandomness
 from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.numbers import GUESSES
@@ -119,35 +120,40 @@ class PlainRunner(MicrobatchRunner):
 
     def record(self, call: Call) -> None:
         """Record the step for the observers of units, with guesses for its branches; errors leave layers unsharded."""
-        once = self._on_first_microbatch(call)
-        if isinstance(variant := self._record_with_guesses(call, once), Exception):
+        if isinstance(variant := self._record_with_guesses(call), Exception):
             self.recording_error = variant
             return
         with contextlib.ExitStack() as watching:
             for watch in self._unit_observers:
                 watching.enter_context(watch(variant))
-            units = variant.recording.units
+            recipe = self._recipe(call)
             for guesses in GUESSES:
                 with contextlib.suppress(Exception):
-                    again = record_once(self.plan, call.name, once, units, call.context, train=False, guesses=guesses)
+                    again = dataclasses.replace(recipe, units=variant.recording.units, guesses=guesses).record()
                     if not again.has_guesses:
                         break  # others would be equal
 
     def why_not_recordable(self, call: Call) -> Exception | None:
         """Why the step cannot be recorded, whatever its branches."""
-        variant = self._record_with_guesses(call, self._on_first_microbatch(call))
+        variant = self._record_with_guesses(call)
         return variant if isinstance(variant, Exception) else None
 
-    def _on_first_microbatch(self, call: Call) -> Callable[[], Any]:
+    def _recipe(self, call: Call) -> Recipe:
+        """How to record the step on the first microbatch."""
         first = split(call.batch, self.count(call.name, call.batch), self.splitter)[0][0]
-        return lambda: call.on(copied_batch(first))()  # a step may write into its batch
 
-    def _record_with_guesses(self, call: Call, step: Callable[[], Any]) -> TraceVariant | Exception:
+        def once() -> Any:
+            return call.on(copied_batch(first))()  # a step may write into its batch
+
+        return self.plan.recipe(call.name, once, context=call.context)
+
+    def _record_with_guesses(self, call: Call) -> TraceVariant | Exception:
         """Record the step with the first guesses that work; the last error if none do."""
         found: TraceVariant | Exception
+        recipe = self._recipe(call)
         for guesses in GUESSES:
             try:
-                return record_variant(self.plan, call.name, step, call.context, train=False, guesses=guesses)
+                return record_variant(self.plan, dataclasses.replace(recipe, guesses=guesses))
             except Exception as error:
                 found = error
         return found

@@ -29,7 +29,6 @@ from lightning_hybrid.pipeline.runtime.program import Programs
 from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.plan import TraceVariant, broadcast_buffers, repeated_buffers
-from lightning_hybrid.pipeline.stages.recording import record_once
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.step.replay.stage import StageRun
 from lightning_hybrid.techniques.technique import Active
@@ -108,7 +107,8 @@ class StepRunner(MicrobatchRunner):
                 for watch in self._unit_observers:
                     watching.enter_context(watch(given.variants[0]))
                 step, units = call.on(given.parts[0]), given.variants[0].recording.units
-                record_once(self.plan, call.name, step, units, call.context, train=call.trains)
+                recipe = self.plan.recipe(call.name, step, context=call.context, trains=call.trains)
+                dataclasses.replace(recipe, units=units).record()
 
     def compare_recorded_means(self, call: Call, note: Callable[[Exception], object]) -> list[ComparedLoss]:
         """Compare the loss of a batch with its halves' loss, of even and uneven sizes, weighted by recorded means.

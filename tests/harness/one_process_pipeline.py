@@ -75,7 +75,7 @@ def keyed(seed: int = 0) -> KeyedRandomness:
 def record_and_cut(module, step, num_stages, *, cuts=None, batch=None, randomness=None) -> TraceVariant:
     """Record a training step and cut it."""
     plan = StagePlan(module, OneRank(), randomness or keyed(), stages_per_rank=num_stages, cuts=cuts)
-    return record_variant(plan, "training_step", step, contextlib.nullcontext, train=True)
+    return record_variant(plan, plan.recipe("training_step", step, trains=True))
 
 
 def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None, step_number=0) -> Outcome:

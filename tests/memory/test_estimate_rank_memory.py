@@ -245,7 +245,7 @@ class Convolutions(Dense):
 
 def estimated_of_step(module, batch):
     """Bytes saved by the recorded step, in one stage."""
-    arguments = {"name": "training_step", "randomness": KeyedRandomness(0, torch.device("cpu")), "loss_required": True}
+    arguments = {"name": "training_step", "randomness": KeyedRandomness(0, torch.device("cpu")), "trains": True}
     recording = Recipe(module, lambda: module.training_step(batch), choose_units(module, 2), **arguments).record()
     values = {value for node in recording.graph.nodes for value in node.saved_values}
     sizes = [recording.graph.values[value] for value in values]

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from lightning_hybrid.step.recording.units import UnitChoice
 from lightning_hybrid.step.replay.stage import StageReplay
 from lightning_hybrid.step.standins.tensors import drop, fill, is_absent
 from lightning_hybrid.step.tracing.recording import Recording
+
+if TYPE_CHECKING:
+    from lightning_hybrid.step.recording.record import Recipe
 
 Key: TypeAlias = tuple[int, int, int]  # the stages that send and receive, and the value
 _BITS = {
@@ -230,6 +233,12 @@ class StagePlan:
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank."""
         return stages_of_rank(self.rank, self.num_ranks, self.stages_per_rank, self.placement)
+
+    def recipe(self, name: str, step: Callable[[], Any], **how: Any) -> Recipe:
+        """How to record a step of the module, bound to its arguments, with the units known so far."""
+        from lightning_hybrid.step.recording.record import Recipe
+
+        return Recipe(self.root, step, self.units, name, self.randomness, tracked=self.tracked_buffers, **how)
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
-
-import torch
-from torch import nn
-from torchmetrics import Metric
 
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
-from lightning_hybrid.step.recording.guards import BranchCheck
+from lightning_hybrid.step.recording.branches import BranchCheck
 from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.replay.stage import StageReplay
-from lightning_hybrid.step.standins.numbers import is_absent_number
-from lightning_hybrid.step.standins.tensors import MARK
 from lightning_hybrid.step.tracing.recording import Recording
 
 # If a stage costs more than this multiple of the mean, the units of the costliest are opened to balance better.
@@ -30,60 +19,22 @@ _UNBALANCED = 1.08
 _MAX_RECORDINGS = 4
 
 
-def record_variant(
-    plan: StagePlan,
-    name: str,
-    step: Callable[[], Any],
-    context: Callable[[], AbstractContextManager[Any]],
-    *,
-    train: bool,
-    **options: Any,
-) -> TraceVariant:
+def record_variant(plan: StagePlan, recipe: Recipe) -> TraceVariant:
     """Record a step, and assign it to stages; the first one decides the partition."""
-    recording, assignment = _record_and_assign(
-        plan, partial(_record, plan, name, step, context, train=train, **options)
-    )
+    recording, assignment = _record_and_assign(plan, recipe)
     replays = {s: StageReplay(recording, assignment, plan.root, plan.randomness, s) for s in plan.stages}
     variant = TraceVariant(assignment, replays)
     plan.adopt(variant, recording.units)
     return variant
 
 
-def record_once(
-    plan: StagePlan,
-    name: str,
-    step: Callable[[], Any],
-    units: Mapping[str, nn.Module],
-    context: Callable[[], AbstractContextManager[Any]],
-    *,
-    train: bool,
-    **options: Any,
-) -> Recording:
-    """Record a step with these units, as ``record_variant`` does, without changing the plan."""
-    logs: list[tuple[str, float | None]] = []
-
-    def logged() -> Any:
-        logs.clear()  # of an earlier attempt
-        return step()
-
-    def log(name: str, value: Any, *_: Any, **__: Any) -> None:
-        if not isinstance(value, Metric) and getattr(value, MARK, None) is None:
-            number = math.nan if is_absent_number(value) else value
-            logs.append((name, float(number) if isinstance(number, bool | int | float) else None))
-
-    grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
-    with grad, context(), replaced(plan.root, "log", log, reason="records what a step logs"):
-        recipe = Recipe(plan.root, logged, units, name, plan.randomness, train, plan.tracked_buffers, **options)
-        return replace(recipe.record(), logged=tuple(logs))
-
-
-def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
+def _record_and_assign(plan: StagePlan, recipe: Recipe) -> tuple[Recording, Assignment]:
     """Record and assign to stages; the first time the ranks agree on the partition, or each has an error."""
     if plan.owner_stages:
-        recording = recorded()
+        recording = _record(plan, recipe)
         return recording, plan.assign(recording)
     try:
-        recording, *decided = _best_partition(plan, recorded)
+        recording, *decided = _best_partition(plan, recipe)
     except Exception as error:
         plan.first_failure(error)
         raise
@@ -93,7 +44,7 @@ def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tu
     *agreed, has_guards = plan.agree(decided)
     plan.adopt_partition(*agreed)
     if plan.unit_choice.choose().keys() != recording.units.keys():
-        recording = recorded()
+        recording = _record(plan, recipe)
     if has_guards:
         plan.share_unread(recording)
     assignment = plan.assign(recording)
@@ -101,9 +52,9 @@ def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tu
     return recording, assignment
 
 
-def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Any, ...]:
+def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
     """The recording that balances best, and as for ``adopt_partition``; last whether it has guards."""
-    recording = recorded()
+    recording = _record(plan, recipe)
     best: tuple[list[float], Recording, dict[str, int], set[str]] | None = None
     for _ in range(_MAX_RECORDINGS):
         try:
@@ -124,7 +75,7 @@ def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple
         opened, tracked = set(plan.unit_choice.opened), set(plan.tracked_buffers)
         plan.unit_choice.opened.update(larger)
         try:
-            recording = recorded()
+            recording = _record(plan, recipe)
         except Exception:  # such as a branch on values inside a unit, which can be recorded as one node
             if best is None:
                 raise
@@ -138,23 +89,14 @@ def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple
     return recording, opened, plan.unit_choice.closed, tracked, owner_stages, costs, bool(recording.unguarded_state)
 
 
-def _record(
-    plan: StagePlan,
-    name: str,
-    step: Callable[[], Any],
-    context: Callable[[], AbstractContextManager[Any]],
-    **options: Any,
-) -> Recording:
+def _record(plan: StagePlan, recipe: Recipe) -> Recording:
     """Record a step with units, and buffers with owners, that are corrected until the recording needs no others."""
-    branches = BranchCheck(plan.root, step)
-
-    def attempt(absent_number: float | None = None) -> Recording:
-        return record_once(plan, name, branches.step, units, context, absent_number=absent_number, **options)
-
+    branches = BranchCheck(plan.root, recipe.step)
     while True:
         units = plan.unit_choice.choose()
+        attempt = replace(recipe, step=branches.step, units=units, tracked=plan.tracked_buffers)
         try:
-            recording = attempt()
+            recording = attempt.record()
         except Exception as error:
             if not plan.unit_choice.corrects(error):
                 raise
@@ -162,8 +104,8 @@ def _record(
         missed = plan.unit_choice.missed(recording, units)
         found = set(recording.found_buffers) - plan.tracked_buffers
         if not missed and not found:
-            if not options.get("guesses"):
-                branches.check(recording, attempt, context)
+            if not recipe.guesses:
+                branches.check(recording, attempt)
             return recording
         plan.unit_choice.opened.update(missed)
         plan.tracked_buffers.update(found)

@@ -240,15 +240,15 @@ class TraceCache:
         rest = unguarded_reads.track_arguments(microbatch, call.rest)
         batch = copied_batch(microbatch)
         versions = _versions(batch)
-        variant = record_variant(
-            self._plan,
+        recipe = self._plan.recipe(
             call.name,
             lambda: call.step(batch, *rest),
-            call.context,
-            train=call.trains,
+            context=call.context,
+            trains=call.trains,
             unguarded_reads=unguarded_reads,
             draws_as=(call.number, call.first + index),
         )
+        variant = record_variant(self._plan, recipe)
         if _is_written(versions):
             self._writes_batch.add(call.name)
         if unguarded_reads.of_batch:

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from torch import nn
 from lightning_hybrid.batch.split import split
 from lightning_hybrid.graph.partition import Assignment, assign, owner_stages
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.step.objects.modules import find_layers
@@ -52,11 +50,10 @@ def record_in_one_stage(
         first = split(batch, count, options.batch_splitter)[0][0]
         step = partial(module.training_step, *step_arguments(module, "training_step", first))
         context = setting.contexts.of("training_step", delays_loggers=True)
-        no_logs = replaced(module, "log", lambda *_, **__: None, reason="runs without logs")
         around = contextlib.nullcontext() if watching is None else watching(units)
-        how: dict[str, Any] = {"name": "training_step", "randomness": randomness, "guesses": guesses}
-        with torch.enable_grad(), current_hook(module, "training_step"), context(), no_logs, around:
-            graphs.append(Recipe(module, step, units, **how).record().graph)
+        recipe = Recipe(module, step, units, "training_step", randomness, context, guesses=guesses)
+        with torch.enable_grad(), current_hook(module, "training_step"), around:
+            graphs.append(recipe.record().graph)
 
     layers = find_layers(dict(module.named_children())) if layers is None else layers
     # Units as of stages where a step reads parameters inside of layers.

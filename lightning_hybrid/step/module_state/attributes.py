@@ -7,7 +7,7 @@ such a value is an input of the unit like its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_hybrid.step.module_state.snapshots import AttributePath, reachable_leaves
+from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.standins.tensors import is_absent
 
 
@@ -31,7 +32,7 @@ def attribute_tensors(unit: nn.Module) -> Iterator[tuple[AttributePath, Tensor]]
 
 
 def values_on_unit(
-    unit: nn.Module, mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str], owned: Collection[str]
+    unit: nn.Module, marks: Marks, parameters: Mapping[int, str], owned: Collection[str]
 ) -> list[tuple[AttributePath, Tensor]]:
     """The values, of any shapes, on the modules of a unit and in place of its parameters, with their paths."""
     slots = (
@@ -42,7 +43,7 @@ def values_on_unit(
     substituted = [
         (place, tensor) for place, tensor in slots if tensor is not None and parameters.get(id(tensor)) not in owned
     ]
-    return [(place, tensor) for place, tensor in attribute_tensors(unit) if mark_of(tensor) is not None] + substituted
+    return [(place, tensor) for place, tensor in attribute_tensors(unit) if tensor in marks] + substituted
 
 
 def replaces_parameters(unit: nn.Module, places: Sequence[AttributePath]) -> bool:

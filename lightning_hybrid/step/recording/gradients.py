@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.marks import Marks
 
 
 class FullGraphNeeded(BaseException):
@@ -20,7 +21,7 @@ def nodes_differentiated(
     made: Sequence[Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    mark_of: Callable[[Tensor], int | None],
+    marks: Marks,
     parameters: Mapping[int, str],
 ) -> tuple[int, ...]:
     """The nodes that a call of ``torch.autograd.grad``, with tensors of any shapes, differentiates through.
@@ -30,14 +31,14 @@ def nodes_differentiated(
     outputs = [o for o in flatten(args[0] if args else kwargs["outputs"])[0] if isinstance(o, Tensor)]
     inputs = flatten(args[1] if len(args) > 1 else kwargs["inputs"])[0]
     variables = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
-    marks = [mark for leaf in outputs if (mark := mark_of(leaf)) is not None]
-    values = {id(leaf): mark_of(leaf) for leaf in variables if id(leaf) not in parameters}
+    ends = marks.among(outputs)
+    values = marks.among(leaf for leaf in variables if id(leaf) not in parameters)
     members = [parameters[id(leaf)] for leaf in variables if id(leaf) in parameters]
-    found = set(_nodes_between(nodes, marks, [value for value in values.values() if value is not None], members))
-    of_batch = [leaf for leaf in variables if id(leaf) in values and values[id(leaf)] is None]
+    found = set(_nodes_between(nodes, ends, values, members))
+    of_batch = [leaf for leaf in variables if id(leaf) not in parameters and leaf not in marks]
     if of_batch:  # no values of the graph: autograd's own graph says which nodes have read them
-        before = _nodes_between(nodes, marks, None, ())
-        found.update(_depending_on(of_batch, outputs, [(nodes[index], made[index]) for index in before], mark_of))
+        before = _nodes_between(nodes, ends, None, ())
+        found.update(_depending_on(of_batch, outputs, [(nodes[index], made[index]) for index in before], marks))
     return tuple(sorted(found))
 
 
@@ -45,7 +46,7 @@ def _depending_on(
     leaves: Sequence[Tensor],
     outputs: Sequence[Tensor],
     before: Sequence[tuple[Node, Any]],
-    mark_of: Callable[[Tensor], int | None],
+    marks: Marks,
 ) -> list[int]:
     """Indices of the nodes before some outputs whose results depend on a leaf, or may depend on one."""
     reaching, visited = _autograd_functions(leaves, outputs)
@@ -54,7 +55,7 @@ def _depending_on(
         tensors = [leaf for leaf in flatten(out)[0] if isinstance(leaf, Tensor)]
         if any(tensor.requires_grad and tensor.grad_fn is None for tensor in tensors):
             return [node.index for node, _ in before]  # autograd's graph is interrupted here
-        written = not set(node.outputs).issubset(mark_of(tensor) for tensor in tensors)
+        written = not set(node.outputs).issubset(marks.of(tensor) for tensor in tensors)
         unknown = any(t.requires_grad and (t.grad_fn not in visited or t.grad_fn in reaching) for t in tensors)
         if written or unknown:
             found.append(node.index)

@@ -1,12 +1,10 @@
-"""What a recorded trace depends on: the state that guards compare, and the reads and branches that none covers.
+"""What a recorded trace depends on: the state that guards compare, and the reads that none covers.
 
 Unguarded reads: state that a step reads and that no guard compares, so that the next batch may take another trace.
 
 They are: the number of the batch, the trainer (its steps and epochs), random numbers, the content of the batch, and
 attributes that the step changes itself. A step without any of these takes the same trace as long as the plain
 attributes around its units (``plain_state``) are unchanged.
-
-A check that a step does not branch on numbers read from the model: it is recorded again with other numbers.
 """
 
 from __future__ import annotations
@@ -14,21 +12,16 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from math import isnan  # the function itself: a step asks another
 from typing import Any
 
 import numpy
 from torch import Tensor, nn
 
-from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.generators import generator_state, is_generator
-from lightning_hybrid.step.module_state.snapshots import PLAIN, AttributePath, inside, is_state, reachable_leaves
+from lightning_hybrid.step.module_state.snapshots import PLAIN, inside, is_state
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.numbers import branch_message
 from lightning_hybrid.step.tracing.metrics import find_sinks
-from lightning_hybrid.step.tracing.recording import Recording
 
 # Of a longer list only the length and the last entries are compared.
 _LAST = 16
@@ -171,66 +164,3 @@ _UNARY = ("hash", "bool", "index", "int", "float", "str", "neg", "pos", "abs", "
 _ROUNDING = ("round", "trunc", "floor", "ceil")
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, *_UNARY, *_ROUNDING):
     setattr(TrackedInt, f"__{_name}__", _tracked(f"__{_name}__"))
-
-
-# Moderate, so that their exponentials are finite too.
-_PROBES = (300.0, -300.0)
-
-
-class BranchCheck:
-    """Finds branches on numbers read from the model that became plain floats, which Python does not report.
-
-    A step that branches on ``float(loss) > 2`` would compare a NaN where the loss is absent. So a step that reads
-    numbers is recorded again with other numbers in their place, and must run the same operations.
-    """
-
-    def __init__(self, root: nn.Module, step: Callable[[], Any]) -> None:
-        self._root = root
-        self._step = step
-        self._plain: dict[AttributePath, Any] = {}
-        self._floats: dict[AttributePath, float] = {}
-
-    def step(self) -> Any:
-        """Run the user's step, and record the plain attributes after it."""
-        result = self._step()
-        leaves = dict(reachable_leaves(self._root))
-        self._plain = {location: leaf for location, leaf in leaves.items() if type(leaf) in (bool, int, str)}
-        self._floats = {location: leaf for location, leaf in leaves.items() if type(leaf) is float and not isnan(leaf)}
-        return result
-
-    def check(
-        self,
-        recording: Recording,
-        record_again: Callable[[float], Recording],
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Compare a recording of ``step`` with others, which ``record_again`` makes with other numbers for those read.
-
-        ``ControlFlowError`` is raised, in ``context``, where the step runs other operations when the numbers differ.
-        """
-        if not recording.numbers_read:
-            return
-        plain, floats = self._plain, self._floats
-        for probe in _PROBES:
-            other = self._recorded(record_again, probe)
-            if other is None:
-                continue
-            same = other.graph.operations == recording.graph.operations and self._plain == plain
-            if not same or (self._float_changed(floats) and self._float_changes_again(record_again, probe)):
-                with context():
-                    raise ControlFlowError(branch_message(recording.numbers_read), entry="branch")
-
-    def _recorded(self, record_again: Callable[[float], Recording], probe: float) -> Recording | None:
-        try:
-            return record_again(probe)
-        except (StepError, ArithmeticError, ValueError):
-            return None  # the probe is no valid number here: math.log(loss.item())
-
-    def _float_changed(self, floats: dict[AttributePath, float]) -> bool:
-        """Whether a float attribute changed that is none of the numbers read: `max(self.best, float(loss))`."""
-        return any(location not in self._floats or self._floats[location] != leaf for location, leaf in floats.items())
-
-    def _float_changes_again(self, record_again: Callable[[float], Recording], probe: float) -> bool:
-        """Whether it changed because of the probe; a kept time changes in each run."""
-        floats = self._floats
-        return self._recorded(record_again, probe) is not None and not self._float_changed(floats)

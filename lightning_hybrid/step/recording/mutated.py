@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.objects.tensors import storage_id
-from lightning_hybrid.step.standins.tensors import MARK, make_absent, swap_in_place
+from lightning_hybrid.step.standins.marks import Marks, unmark
+from lightning_hybrid.step.standins.tensors import make_absent, swap_in_place
 from lightning_hybrid.step.tracing.functions import COLLECTIVE, collective_outputs
 from lightning_hybrid.step.tracing.mode import user_line
 
@@ -43,11 +44,11 @@ class MutatedBatchTensors:
         buffers: FQNs of the buffers among them.
     """
 
-    def __init__(self, buffers: Mapping[int, BufferInfo], mark_of: Callable[[Tensor], int | None]) -> None:
-        """Take the result of ``buffers_of``, and ``mark_of``, which gives the value index of a tensor of any shape."""
+    def __init__(self, buffers: Mapping[int, BufferInfo], marks: Marks) -> None:
+        """Take the result of ``buffers_of``, and the marks of the recording."""
         self.buffers: set[str] = set()
         self._names = {buffer.memory: buffer.name for buffer in buffers.values()}
-        self._mark_of = mark_of
+        self._marks = marks
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._detached: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by id: (base, result)
 
@@ -69,7 +70,7 @@ class MutatedBatchTensors:
             self._make_absent(name, tensor)
 
     def _make_absent(self, name: str, target: Any) -> None:
-        if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or self._mark_of(target) is not None:
+        if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or target in self._marks:
             return
         memory = storage_id(target)
         if memory in self._names:  # a buffer, or a view of one: recorded again as tracked, with an owner stage
@@ -87,7 +88,7 @@ class MutatedBatchTensors:
     def undo(self) -> None:
         """Give the tensors their content back."""
         for target, content in reversed(self._swapped):
-            target.__dict__.pop(MARK, None)
+            unmark(target)
             target.__class__ = content.__class__
             torch._C._swap_tensor_impl(target, content)
 

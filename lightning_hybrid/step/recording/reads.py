@@ -24,8 +24,8 @@ from lightning_hybrid.step.module_state.snapshots import AttributePath, ModuleSn
 from lightning_hybrid.step.objects.modules import modules_in
 from lightning_hybrid.step.objects.names import SIZED_BY_DATA
 from lightning_hybrid.step.objects.pytree import flatten, map_tensors
+from lightning_hybrid.step.standins.marks import mark_in_any_run
 from lightning_hybrid.step.standins.numbers import is_absent_number, line_of_read, source_values
-from lightning_hybrid.step.standins.tensors import MARK
 from lightning_hybrid.step.tracing.mode import StepMode, user_line
 from lightning_hybrid.step.tracing.recording import ReturnedTensor
 
@@ -67,7 +67,7 @@ def find_escaped_values(
     numbers = ""
     for location, leaf in [*reachable_leaves(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
         # Also while recording, a value may be no stand-in: a layer may make it of sizes alone.
-        value = watch.mark_of(leaf) if isinstance(leaf, Tensor) else None
+        value = watch.marks.of(leaf)
         if value is not None or isinstance(leaf, FakeTensor):
             if isinstance(location, AttributePath) and value is not None:
                 paths.append((location, value))
@@ -89,7 +89,7 @@ def of_metric(root: nn.Module, location: Any) -> bool:
 
 def describe_tensors(value: Any, watch: StepMode) -> Any:
     """A kept or returned value with a ``ReturnedTensor`` in place of each tensor."""
-    return map_tensors(lambda tensor: ReturnedTensor(tuple(tensor.shape), watch.mark_of(tensor)), value)
+    return map_tensors(lambda tensor: ReturnedTensor(tuple(tensor.shape), watch.marks.of(tensor)), value)
 
 
 def number_in_buffer(root: nn.Module, before: ModuleSnapshot, without: Collection[nn.Module] = ()) -> str:
@@ -120,7 +120,7 @@ def _rebound_buffers(
     for name, module in root.named_modules():
         for member, buffer in module._buffers.items() if module not in without else ():
             if buffer is not None and id(buffer) not in watch.parameters:
-                value = watch.mark_of(buffer)
+                value = watch.marks.of(buffer)
                 if value is not None:
                     yield AttributePath(name, "_buffers", (member,)), value
 
@@ -165,7 +165,7 @@ def masks_to_indices(name: str, args: Any) -> tuple[Any, SizedBy]:
     found = False
     for entry in index:
         is_mask = isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) and entry.dim() > 0
-        if is_mask and not isinstance(entry, FakeTensor) and getattr(entry, MARK, None) is None:
+        if is_mask and not isinstance(entry, FakeTensor) and mark_in_any_run(entry) is None:
             indices.extend(entry.nonzero(as_tuple=True))
             found = True
         else:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
+from torchmetrics import Metric
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
@@ -25,6 +30,8 @@ from lightning_hybrid.step.recording.reads import refuse_number_in_buffer
 from lightning_hybrid.step.recording.recorder import Recorder
 from lightning_hybrid.step.standins.counts import CostCounter
 from lightning_hybrid.step.standins.kernels import quiet_fake_kernels
+from lightning_hybrid.step.standins.marks import mark_in_any_run
+from lightning_hybrid.step.standins.numbers import is_absent_number
 from lightning_hybrid.step.standins.tensors import absent_members
 from lightning_hybrid.step.tracing.functions import BackwardCode, refuse_uninterceptable_functions
 from lightning_hybrid.step.tracing.instrument import intercepted_step
@@ -38,11 +45,12 @@ class Recipe:
     """How to record one run of a step."""
 
     root: nn.Module  # the user's LightningModule
-    step: Callable[[], Any]  # runs the step on one microbatch, in the contexts (autocast, grad mode) of training
+    step: Callable[[], Any]  # runs the step on one microbatch
     units: Mapping[str, nn.Module]  # modules that are one node each, by FQN
     name: str  # name of the step, for messages
     randomness: KeyedRandomness  # its generators are left as they were
-    loss_required: bool = False  # whether the step must return a loss
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # entered around it, such as autocast
+    trains: bool = False  # whether gradients are on, and it must return a loss
     tracked: Collection[str] = ()  # FQNs of buffers that have an owner stage like parameters
     # collects reads of state that may differ in the next batch and that no guard covers
     unguarded_reads: UnguardedReads = field(default_factory=UnguardedReads)
@@ -71,6 +79,19 @@ class Recipe:
                 pass  # its objects are containers in the next attempt
 
     def _once(self, *, full_graph: bool) -> Recording:
+        """Record in the contexts of the step, with the numbers that it logs in place of its logs."""
+        logs: list[tuple[str, float | None]] = []
+
+        def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+            if not isinstance(value, Metric) and mark_in_any_run(value) is None:
+                number = math.nan if is_absent_number(value) else value
+                logs.append((name, float(number) if isinstance(number, bool | int | float) else None))
+
+        grad = torch.set_grad_enabled(self.trains or torch.is_grad_enabled())
+        with grad, self.context(), replaced(self.root, "log", log, reason="records what a step logs"):
+            return replace(self._recorded(full_graph=full_graph), logged=tuple(logs))
+
+    def _recorded(self, *, full_graph: bool) -> Recording:
         root, units, randomness, unguarded_reads = self.root, self.units, self.randomness, self.unguarded_reads
         state, around_units = ModuleSnapshot(root), modules_around(root, units)
         old = [leaf for _, leaf in reachable_leaves(root)]
@@ -104,7 +125,7 @@ class Recipe:
                     stack.enter_context(recorder)
                     result = self.step()
                 refuse_number_in_buffer(root, state, "" if self.guesses else recorder.numbers_read)
-                recording = recorder.finish(root, self.name, result, owned, loss_required=self.loss_required)
+                recording = recorder.finish(root, self.name, result, owned, loss_required=self.trains)
                 return replace(
                     with_kept_values(root, state, old, recorder, recording),
                     has_functions=in_backward.has_functions,

@@ -70,7 +70,7 @@ class Recorder(StepMode):
         self.units = units
         self._deduplicator = None if full_graph else UnitDeduplicator(costs)
         self._found_buffers: set[str] = set()
-        self.mutated = MutatedBatchTensors(buffers, self.mark_of)
+        self.mutated = MutatedBatchTensors(buffers, self.marks)
         self._costs = costs
         self._nodes: list[Node] = []
         self._templates: list[Template] = []
@@ -82,11 +82,11 @@ class Recorder(StepMode):
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
         self._sizes = DynamicSizeReads()
-        self.captured = CapturedInputs(parameters, self.mark_of, costs, units)
+        self.captured = CapturedInputs(parameters, self.marks, costs, units)
 
     def size_read(self, tensor: Tensor) -> None:
         """Record that user code reads the shape of a tensor; its sizes may become numbers that other stages need."""
-        self._sizes.record_read(self.mark_of(tensor))
+        self._sizes.record_read(self.marks.of(tensor))
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Run the method of a metric on a copy."""
@@ -106,17 +106,17 @@ class Recorder(StepMode):
         """Run one operation on stand-ins, and record it as a node unless it reads the batch alone."""
         leaves, spec = flatten((args, kwargs))
         num_arguments, unit = len(leaves), name[1:] if name.startswith("@") else None
-        attributes = [] if unit is None else values_on_unit(self.units[unit], self.mark_of, self.parameters, owned)
+        attributes = [] if unit is None else values_on_unit(self.units[unit], self.marks, self.parameters, owned)
         leaves += [tensor for _, tensor in attributes]  # tensors on the modules of a unit are inputs like its arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        marks = [self.mark_of(tensor) for tensor in tensors]
+        marks = [self.marks.of(tensor) for tensor in tensors]
         inputs = tuple(mark for mark in marks if mark is not None)
         direct = tuple(self.parameters[id(t)] for t in tensors if id(t) in self.parameters)
         if not owned:
             self._record_unit_buffers(tensors)
         if self.captured.reads_batch_alone(name, tensors, reads_model=bool(inputs or direct or owned)):
             return self._run_on_batch(name, run, args, kwargs, tensors)
-        signature = signature_of(name, leaves, self.mark_of, self.parameters)
+        signature = signature_of(name, leaves, self.marks, self.parameters)
         self.mutated.make_targets_absent(name, args, kwargs)
         self._record_bytes(tensors)
         if name == "backward":
@@ -172,8 +172,7 @@ class Recorder(StepMode):
         outputs = flatten(out)[0] if saved.outputs else []
         tensors = [inputs[position] for position in saved.inputs] + [outputs[position] for position in saved.outputs]
         firsts = [self._by_memory.get(storage_id(tensor), [None])[0] for tensor in tensors]
-        marks = [self.mark_of(tensor) for tensor in firsts if tensor is not None]
-        return tuple(dict.fromkeys(mark for mark in marks if mark is not None))
+        return self.marks.among(firsts)
 
     def _run_on_batch(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run an operation that reads nothing of the model; it is no node."""
@@ -193,7 +192,7 @@ class Recorder(StepMode):
         if self._deduplicator is not None and self._deduplicator.reused:
             raise FullGraphNeeded
         made = [out for _, out in self._kept_alive]
-        return nodes_differentiated(self._nodes, made, args, kwargs, self.mark_of, self.parameters)
+        return nodes_differentiated(self._nodes, made, args, kwargs, self.marks, self.parameters)
 
     def _written_tensors(
         self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], versions: list[int]
@@ -218,7 +217,7 @@ class Recorder(StepMode):
         for tensor in {id(t): t for t in writes}.values():
             if id(tensor) in self.parameters:
                 continue
-            old = self.mark_of(tensor)
+            old = self.marks.of(tensor)
             if old is not None:
                 self._cloned.add(old)
             value = self._new_value(tensor, dynamic)
@@ -254,7 +253,7 @@ class Recorder(StepMode):
     def _describe(self, leaf: Any, inputs: list[Any], dynamic: bool) -> Leaf:
         for position, given in enumerate(inputs):
             if leaf is given and leaf is not None and not isinstance(leaf, bool | int | float | str):
-                mark = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
+                mark = self.marks.of(leaf)
                 return Leaf(value=mark, input=position)
         if not isinstance(leaf, Tensor):
             register_container_class(leaf)
@@ -269,14 +268,14 @@ class Recorder(StepMode):
         strides = tuple(fake.stride()) if fake.layout is torch.strided else ()
         dtype, device = str(fake.dtype).removeprefix("torch."), str(fake.device)
         self.values.append(Value(index, tuple(fake.shape), dtype, strides, tensor.requires_grad, dynamic, device))
-        self.mark(tensor, index)
+        self.marks.set(tensor, index)
         self._by_memory.setdefault(storage_id(tensor), []).append(tensor)
         return index
 
     def _sharing_memory(self, writes: list[Tensor]) -> tuple[int, ...]:
         """The values that change when these tensors are written, because they share memory with one."""
         others = [other for t in writes for other in self._by_memory.get(storage_id(t), ()) if other is not t]
-        return tuple(dict.fromkeys(mark for other in others if (mark := self.mark_of(other)) is not None))
+        return self.marks.among(others)
 
     def finish(
         self, root: nn.Module, name: str, result: Any, owned: Mapping[str, tuple[str, ...]], *, loss_required: bool
@@ -290,7 +289,7 @@ class Recorder(StepMode):
                 fqn = f"{module_fqn}.{member}" if module_fqn else member
                 if tensor is not None and fqn in self._bytes:
                     self._bytes[fqn] = tensor.numel() * tensor.element_size()
-        returned, loss = returned_values(result, self.mark_of)
+        returned, loss = returned_values(result, self.marks)
         if loss_required and (loss is None or not self.values[loss].requires_grad):
             raise no_loss_error(name, result)
         kept = find_escaped_values(root, result, self)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from lightning_hybrid.errors import WITHOUT_STAGES, StepError, UncapturedOutput
 from lightning_hybrid.graph.partition import node_cost
 from lightning_hybrid.step.standins.counts import CostCounter
+from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.step.tracing.mode import user_line
 from lightning_hybrid.step.tracing.recording import Recording
@@ -219,11 +220,11 @@ class CapturedInputs:
     def __init__(
         self,
         parameters: Mapping[int, str],
-        mark_of: Callable[[Tensor], int | None],
+        marks: Marks,
         costs: CostCounter,
         units: Mapping[str, nn.Module],
     ) -> None:
-        self._parameters, self._mark_of, self._costs, self._units = parameters, mark_of, costs, units
+        self._parameters, self._marks, self._costs, self._units = parameters, marks, costs, units
         self._before: dict[str, dict[int, Tensor]] = {}  # attribute tensors of units before their first call
         self._after: dict[int, tuple[Tensor, str]] = {}  # attribute tensors stored by calls of units, and the unit
         self.entered: dict[str, None] = {}
@@ -255,7 +256,7 @@ class CapturedInputs:
                     elif id(tensor) in stored:
                         self.storing_units[unit] = None
                         found += 1
-                    elif member is None and self._mark_of(tensor) is not None:
+                    elif member is None and tensor in self._marks:
                         self.entered[unit] = None
                         found += 1
             return found
@@ -274,7 +275,7 @@ class CapturedInputs:
         """
         for tensor in tensors:
             _, unit = self._after.get(id(tensor), (None, None))
-            if unit is not None and self._mark_of(tensor) is None:
+            if unit is not None and tensor not in self._marks:
                 self.storing_units[unit] = None
             if reads_model or not isinstance(tensor, FakeTensor):
                 continue

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_hybrid.errors import WITHOUT_STAGES, StepChanged
 from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.step.tracing.recording import returned_values
 
@@ -75,10 +76,10 @@ class Divergence:
         """Describe an operation by its name, the operations that made its inputs, and its line."""
         return f"{name.removeprefix('@')}{' of ' if inputs else ''}{self._describe(inputs)} at {line}"
 
-    def check_returned(self, result: Any, mark_of: Callable[[Tensor], int | None]) -> None:
+    def check_returned(self, result: Any, marks: Marks) -> None:
         """Check that the step returns the recorded values; the backward starts from the recorded scalar loss."""
         old = self._graph.returned
-        now, loss = returned_values(result, mark_of)
+        now, loss = returned_values(result, marks)
         if now != old or self._graph.loss not in (None, loss):
             raise self.error(
                 f"the step returned {self._describe(old) or _NONE} when it was recorded and returns"

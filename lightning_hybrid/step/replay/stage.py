@@ -33,7 +33,6 @@ from lightning_hybrid.step.module_state.snapshots import AttributePath
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, dtype_changed, shape_changed
 from lightning_hybrid.step.standins.tensors import (
-    MARK,
     ShardedTensorBase,
     fill,
     make_placeholder,
@@ -94,7 +93,7 @@ class SkippingMode(StepMode):
                 result.append(tensors[leaf.value])
         for leaf, described in zip(result, template.leaves, strict=True):
             if described.value is not None:
-                self.mark(leaf, described.value)
+                self.marks.set(leaf, described.value)
         for position, value in template.written:
             self.rewrite(leaves[position], value)
         return unflatten(result, template.spec)
@@ -185,21 +184,21 @@ class ReplayWatch(SkippingMode):
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Whether a tensor, of any shape, is in this run a value of another stage that was not received."""
-        mark = self.mark_of(tensor)
+        mark = self.marks.of(tensor)
         if mark is None:
             return isinstance(tensor, FakeTensor)
         return self._value_stage[mark] != self._stage and mark not in self._received
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether a tensor, of any shape, is a value of another stage, received or not."""
-        mark = self.mark_of(tensor)
+        mark = self.marks.of(tensor)
         return mark is not None and self._value_stage[mark] != self._stage
 
     def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._replay.contents:
             return super()._read(name, func, args, kwargs)
         leaves, spec = flatten((args, kwargs))
-        marks = [self.mark_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        marks = [self.marks.of(leaf) for leaf in leaves]
         contents = self._replay.contents
         filled = [leaf if mark is None else contents.get(mark, leaf) for leaf, mark in zip(leaves, marks, strict=True)]
         if any(isinstance(leaf, FakeTensor) for leaf in filled):
@@ -209,7 +208,7 @@ class ReplayWatch(SkippingMode):
 
     def size_read(self, tensor: Tensor) -> None:
         """Record the read of a shape: the cause to report if the step then diverges from its recording."""
-        if (mark := self.mark_of(tensor)) is not None:
+        if (mark := self.marks.of(tensor)) is not None:
             self.changes.size_read(mark, tensor, user_line)
 
     def event(
@@ -227,9 +226,8 @@ class ReplayWatch(SkippingMode):
         tracked, replace, stale = bool(owned), False, False
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                mark = getattr(leaf, MARK, None)
-                if mark is not None and mark[0] is self.run_token:
-                    inputs.append(mark[1])
+                if (mark := self.marks.of(leaf)) is not None:
+                    inputs.append(mark)
                     replace = replace or isinstance(leaf, FakeTensor)
                 elif id(leaf) in self.parameters:
                     tracked = True
@@ -264,7 +262,7 @@ class ReplayWatch(SkippingMode):
         if self.metrics is not None and node.index in self._replay.scalar_nodes:
             repeatable = None if node.index in self.shares else run
             template, origin = self._templates[node.index], self.metrics.origin
-            self.scalars.record(node, repeatable, args, kwargs, out_leaves, template, self.mark_of, origin)
+            self.scalars.record(node, repeatable, args, kwargs, out_leaves, template, self.marks, origin)
         return out
 
     def _record_result(self, node: Node, leaves: list[Any], out: Any) -> tuple[Any, list[Any]]:
@@ -294,7 +292,7 @@ class ReplayWatch(SkippingMode):
         return leaves[0] if isinstance(out, Tensor) else unflatten(leaves, flatten(out)[1])
 
     def _record_value(self, tensor: Tensor, value: int) -> None:
-        self.mark(tensor, value)
+        self.marks.set(tensor, value)
         recorded = self.values[value]
         # Other stages use the recorded shape.
         if tensor.shape != recorded.shape and not recorded.dynamic and self._replay.assignment.num_stages > 1:
@@ -307,7 +305,7 @@ class ReplayWatch(SkippingMode):
 
     def _resolve(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
-            mark = self.mark_of(leaf)
+            mark = self.marks.of(leaf)
             assert mark is not None, "an executed node reads a value that was never sent"
             return self._received_value(mark)
         return leaf
@@ -321,7 +319,7 @@ class ReplayWatch(SkippingMode):
                 entry="unsent-value",
             )
         tensor = self._received[value]
-        self.mark(tensor, value)
+        self.marks.set(tensor, value)
         return tensor
 
     def _skip(self, node: Node, leaves: list[Any]) -> Any:
@@ -331,7 +329,7 @@ class ReplayWatch(SkippingMode):
             if only.input is None and only.value is not None:  # most nodes make one new tensor
                 is_received = only.value in self._received
                 made = self._received[only.value] if is_received else self._placeholder(only.value)
-                self.mark(made, only.value)
+                self.marks.set(made, only.value)
                 return made
         if node.name == _HOOK_SETUP_EVENT:
             raise StepError(
@@ -351,7 +349,7 @@ class ReplayWatch(SkippingMode):
             fill(written, self._received_value(value).clone())
         elif not isinstance(written, FakeTensor):
             fill(written, make_placeholder(self.values[value], self._replay.device))
-        self.mark(written, value)
+        self.marks.set(written, value)
         if value in self._replay.returned_or_kept and isinstance(written, FakeTensor):
             self.placeholders.append((value, written))
 
@@ -382,7 +380,7 @@ class ReplayWatch(SkippingMode):
         if self._next != len(self._nodes):
             node = self._nodes[self._next]
             raise self.changes.of_operation(node, "is missing now")
-        self.changes.check_returned(result, self.mark_of)
+        self.changes.check_returned(result, self.marks)
 
 
 @contextlib.contextmanager

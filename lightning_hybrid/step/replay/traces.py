@@ -124,7 +124,7 @@ class TraceTree(Generic[Trace]):
     def _trace_at_end(self, root: nn.Module, result: Any, watch: _DryRun) -> Trace:
         kept = find_escaped_values(root, result, watch, self._inside)
         end = (
-            *returned_values(result, watch.mark_of),
+            *returned_values(result, watch.marks),
             _unique(value for _, value in kept.paths),
             bool(kept.numbers[0]),
             tuple(watch.values_read),
@@ -191,12 +191,12 @@ class _DryRun(SkippingMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if name in self._attribute_paths:
             found = look_up(self.units[name[1:]], self._attribute_paths[name])
-            marked = [leaf for leaf in found if isinstance(leaf, Tensor) and self.mark_of(leaf) is not None]
+            marked = [leaf for leaf in found if leaf in self.marks]
             leaves, tensors = [*leaves, *marked], [*tensors, *marked]
-        if not owned and not any(self.mark_of(t) is not None or id(t) in self.parameters for t in tensors):
+        if not owned and not any(t in self.marks or id(t) in self.parameters for t in tensors):
             self.reads_batch = self.reads_batch or is_sized_by_data(name, tensors)
             return run(*args, **kwargs)
-        signature, sizes = signature_of(name, leaves, self.mark_of, self.parameters)
+        signature, sizes = signature_of(name, leaves, self.marks, self.parameters)
         children = self.position.next.get(signature, ())
         position = next((child for child in children if sizes in child.sizes), None)
         if position is None and children:
@@ -242,7 +242,7 @@ class _DryRun(SkippingMode):
             placeholder = make_placeholder(self.values[value], self._device)
             fill(written, placeholder)
             self._rewritten.append((written, placeholder))
-        self.mark(written, value)
+        self.marks.set(written, value)
 
     def undo(self) -> None:
         """Restore the content of the tensors that the step has written in place."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.patching import MARK as PACKAGE_MARK
+from lightning_hybrid.patching import MARK
 from lightning_hybrid.step.objects.names import METADATA
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
 from lightning_hybrid.step.standins.numbers import AbsentFloat
@@ -41,7 +41,6 @@ FULL_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this ran
 # Properties and methods that read a tensor's shape.
 SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
 SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
-MARK = "_hybrid_value"  # attribute of a tensor: (token of the run, value index)
 
 
 def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torch.device | None = None) -> FakeTensor:
@@ -115,7 +114,7 @@ def user_attributes(tensor: Tensor) -> dict[str, Any]:
     """The attributes that the user set on a tensor or parameter of any shape, absent or not."""
     attributes = tensor.__dict__
     stock = attributes.get(_BUILTIN, () if not is_absent(tensor) else attributes)
-    return {n: v for n, v in attributes.items() if n not in stock and not n.startswith((PACKAGE_MARK, "__"))}
+    return {n: v for n, v in attributes.items() if n not in stock and not n.startswith((MARK, "__"))}
 
 
 def is_absent(value: Any) -> bool:

@@ -26,6 +26,7 @@ from lightning_hybrid.randomness.generators import draws
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.objects.names import CONTENT_READS, NUMBER_READS, PACKAGE, READS, TEXT_READS, TORCH
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.standins.numbers import (
     AbsentFloat,
     answer_guessed_read,
@@ -33,7 +34,7 @@ from lightning_hybrid.step.standins.numbers import (
     content_message,
     stand_in_for_content,
 )
-from lightning_hybrid.step.standins.tensors import MARK, SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta, is_absent
+from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta, is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch
 
 # Properties that create a tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
@@ -71,6 +72,7 @@ class StepMode(TorchFunctionMode, ABC):
 
     Attributes:
         parameters: FQN by ``id`` of every parameter and tracked buffer.
+        marks: Which values of the step tensors are.
         is_recording: Whether nothing may be sent to other ranks.
         inside_unit: Whether a unit or metric runs, where nothing is intercepted.
         checkpoint_depth: The number of checkpointed functions of the user's glue that are running.
@@ -90,9 +92,7 @@ class StepMode(TorchFunctionMode, ABC):
         """Take ``parameters`` (FQN by id), and ``randomness``, reseeded before glue operations that draw numbers."""
         super().__init__()
         self.parameters = parameters
-        # Tensors name their run by this token: a reference to the watch, which holds tensors, would be a cycle that
-        # keeps activations alive until Python collects its garbage.
-        self.run_token = object()
+        self.marks = Marks()
         self._randomness = randomness
         self.inside_unit = False
         self.uncompiled = EagerSwitch()
@@ -113,7 +113,7 @@ class StepMode(TorchFunctionMode, ABC):
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Whether the content of ``tensor``, of any shape, is not on this rank: all computed from parameters is not."""
-        return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
+        return isinstance(tensor, FakeTensor) or tensor in self.marks
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether another stage computes this value, of any shape."""
@@ -126,15 +126,6 @@ class StepMode(TorchFunctionMode, ABC):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self.uncompiled.off()
-
-    def mark_of(self, tensor: Tensor) -> int | None:
-        """The value index of ``tensor``, of any shape, in this run; None if it is computed from the batch alone."""
-        mark = getattr(tensor, MARK, None)
-        return mark[1] if mark is not None and mark[0] is self.run_token else None
-
-    def mark(self, tensor: Tensor, value: int) -> None:
-        """Record that ``tensor``, of any shape, is this value from now on."""
-        setattr(tensor, MARK, (self.run_token, value))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Classify and handle one torch function call of the glue."""
@@ -163,7 +154,7 @@ class StepMode(TorchFunctionMode, ABC):
             data, _ = self.event(name, func, args, kwargs, ())
             return data, packed_sizes(args)
         elif name in COMPARISONS:
-            name, func, args = in_canonical_order(name, func, args, self.mark_of, self.parameters)
+            name, func, args = in_canonical_order(name, func, args, self.marks, self.parameters)
         return self.event(name, func, args, kwargs, ())
 
     def _shape_query(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -175,11 +166,11 @@ class StepMode(TorchFunctionMode, ABC):
 
     def is_model_value(self, leaf: Any) -> bool:
         """Whether ``leaf`` is a value of the model, present or absent."""
-        return isinstance(leaf, Tensor) and (self.mark_of(leaf) is not None or self.is_absent_here(leaf))
+        return isinstance(leaf, Tensor) and (leaf in self.marks or self.is_absent_here(leaf))
 
     def _has_static_shape(self, args: Any) -> bool:
         """Whether the first argument is a value of the model whose shape is the same on every stage."""
-        mark = self.mark_of(args[0]) if args and isinstance(args[0], Tensor) else None
+        mark = self.marks.of(args[0]) if args else None
         return mark is not None and not self.values[mark].dynamic
 
     def _foreach(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -204,7 +195,7 @@ class StepMode(TorchFunctionMode, ABC):
         if name == "__bool__" and _calling_module().startswith(_ARGUMENT_CHECKS):
             return True  # an argument check; the stage that has the content does it
         line = user_line()
-        values = frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None)
+        values = frozenset(self.marks.among(absent))
         if self.guesses is not None:
             self.has_guessed = True
             return answer_guessed_read(name, absent[0], next(self.guesses))
@@ -355,12 +346,12 @@ def user_line() -> str:
 
 
 def in_canonical_order(
-    name: str, func: Callable[..., Any], args: Any, mark_of: Callable[[Tensor], int | None], parameters: Container[int]
+    name: str, func: Callable[..., Any], args: Any, marks: Marks, parameters: Container[int]
 ) -> tuple[str, Callable[..., Any], Any]:
     """The equivalent comparison of tensors of any shapes, in the order: values by index, parameters, of the batch."""
 
     def _rank(tensor: Tensor) -> tuple[int, int]:
-        mark = mark_of(tensor)
+        mark = marks.of(tensor)
         return (0, mark) if mark is not None else (1 if id(tensor) in parameters else 2, 0)
 
     if len(args) != 2 or not isinstance(args[0], Tensor) or not isinstance(args[1], Tensor):

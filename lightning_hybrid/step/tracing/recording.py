@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.step.module_state.attributes import replaces_parameters
 from lightning_hybrid.step.module_state.snapshots import AttributePath
 from lightning_hybrid.step.objects.pytree import Spec, flatten
+from lightning_hybrid.step.standins.marks import Marks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +113,6 @@ def find_loss(result: Any) -> Any:
     return result.get("loss") if isinstance(result, Mapping) else result
 
 
-def returned_values(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[tuple[int, ...], int | None]:
-    """The indices of the values in a step's result, each once, and the index of the loss.
-
-    ``mark_of`` gives the value index of a tensor of any shape; None if it is computed from the batch alone.
-    """
-    marks = [mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-    loss = find_loss(result)
-    return tuple(dict.fromkeys(m for m in marks if m is not None)), mark_of(loss) if isinstance(loss, Tensor) else None
+def returned_values(result: Any, marks: Marks) -> tuple[tuple[int, ...], int | None]:
+    """The indices of the values in a step's result, each once, and the index of the loss."""
+    return marks.among(flatten(result)[0]), marks.of(find_loss(result))

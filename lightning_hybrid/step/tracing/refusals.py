@@ -5,13 +5,14 @@ The signature of an operation, by which two runs of a step are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import WITHOUT_STAGES, StepError
+from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.tracing.mode import user_line
 
 
@@ -52,7 +53,7 @@ _COMPARED_BY_VALUE = (bool, str, type(None), torch.dtype, torch.device)
 
 
 def signature_of(
-    name: str, leaves: Sequence[Any], mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str]
+    name: str, leaves: Sequence[Any], marks: Marks, parameters: Mapping[int, str]
 ) -> tuple[Hashable, Hashable]:
     """The signature of an operation (name, described arguments), and its sizes (integers, shapes of batch tensors)."""
     signature: list[Hashable] = [name]
@@ -60,7 +61,7 @@ def signature_of(
     is_unit = name.startswith("@")
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            mark = mark_of(leaf)
+            mark = marks.of(leaf)
             if mark is not None:
                 signature.append(mark)
             elif id(leaf) in parameters:

@@ -1,6 +1,5 @@
 """A stage plan makes the schedules of its steps: in its placement, for the costs of its stages."""
 
-import contextlib
 from functools import partial
 
 from harness.one_process_pipeline import OneRank, keyed
@@ -33,7 +32,7 @@ def test_costs_of_stages_are_searched_for():
     module = make(Layers)
     plan = StagePlan(module, OneRank(), keyed(), stages_per_rank=2)
     step = partial(module.loss, batch_of(module.kind, range(2)))
-    record_variant(plan, "training_step", step, contextlib.nullcontext, train=True)
+    record_variant(plan, plan.recipe("training_step", step, trains=True))
     assert plan.stage_costs == plan.first.assignment.costs() and min(plan.stage_costs) > 0
 
 

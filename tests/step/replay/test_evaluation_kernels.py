@@ -22,7 +22,7 @@ def evaluate(module, step, num_stages, context=contextlib.nullcontext):
     names = {id(p): name for name, p in module.named_parameters()}
     values = {}
     with torch.no_grad():
-        variant = record_variant(plan, "validation_step", step, context, train=False)
+        variant = record_variant(plan, plan.recipe("validation_step", step, context=context))
         portals = variant.assignment.portals
         for stage, replay in variant.replays.items():
             received = {v: values[v] for (_, target), sent in portals.items() if target == stage for v in sent}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import ControlFlowError
+from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.standins.numbers import AbsentArray, AbsentFloat, has_absent_content, stand_in_for_content
 from lightning_hybrid.step.standins.tensors import drop, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.tracing.mode import in_canonical_order
@@ -56,8 +57,10 @@ def test_comparison_is_symmetric():
     first, second, batch = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([0.0, 9.0])
 
     def ordered(name, func, *args):
-        marks = {id(first): 1, id(second): 2}
-        return in_canonical_order(name, func, args, lambda tensor: marks.get(id(tensor)), ())
+        marks = Marks()
+        marks.set(first, 1)
+        marks.set(second, 2)
+        return in_canonical_order(name, func, args, marks, ())
 
     name, func, args = ordered("le", torch.le, second, first)
     assert name == "ge" and args[0] is first and torch.equal(func(*args), second <= first)

@@ -3,14 +3,17 @@
 import torch
 from torch import nn
 
+from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.tracing.refusals import signature_of
 
 HIDDEN, BATCH = torch.ones(4, 2), torch.ones(3, 2)
 WEIGHT = nn.Parameter(torch.ones(2, 2))
+MARKS = Marks()
+MARKS.set(HIDDEN, 7)
 
 
 def signature(name, *leaves):
-    return signature_of(name, leaves, lambda tensor: 7 if tensor is HIDDEN else None, {id(WEIGHT): "layer.weight"})
+    return signature_of(name, leaves, MARKS, {id(WEIGHT): "layer.weight"})
 
 
 def test_values_parameters_and_batch_tensors_differ():
