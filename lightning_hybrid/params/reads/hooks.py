@@ -282,6 +282,8 @@ class HookReads(GatherOnRead):
                 before.detach().copy_(by_rows(full.detach(), lambda one: self._shards.shard_of(name, before, one)))
             else:
                 parameter.grad = by_rows(full.detach(), lambda one: self._shards.shard(name, one).contiguous())
+                if full is value and name in self._shards.names:
+                    self._keep(name, parameter.grad, full)  # code may write into it later
 
     def _exchange_kinds(self) -> None:
         """Exchange which parameters of other ranks have a gradient; collective over the pipeline."""
