@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,3 +117,21 @@ def broadcast_buffer(buffer: Tensor, owner: int, group: dist.ProcessGroup, devic
     dist.broadcast(as_sendable(content), group=group, group_src=owner)
     if content.data_ptr() != buffer.data_ptr():
         buffer.detach().copy_(content)
+
+
+Map = Callable[[Tensor], Tensor]
+
+
+class LinearMap(torch.autograd.Function):
+    """Applies a linear map; the backward applies its adjoint, so that gradients can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, run: Map, adjoint: Map) -> Tensor:
+        """The result of the map, whose shape may differ."""
+        ctx.maps = adjoint, run
+        return run(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient, of the shape of the input."""
+        return LinearMap.apply(grad, *ctx.maps), None, None

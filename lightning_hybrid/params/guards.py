@@ -45,12 +45,14 @@ class ReadGuards:
     Attributes:
         are_off: Whether reads are not guarded now.
         before_shard_access: Called before shards are used: they write back what user code has written to full tensors.
+        after_shard_access: Called after a backward or an optimizer has used shards: full tensors follow them.
     """
 
     def __init__(self) -> None:
         """Turn the guards on."""
         self.are_off = False
         self.before_shard_access: list[Callable[[], None]] = []
+        self.after_shard_access: list[Callable[[], None]] = []
         self._gradient_hook: Callable[[nn.Parameter, str, Any], Any] = lambda parameter, registration, hook: hook
 
     def hook_gradients_by(self, hook: Callable[[nn.Parameter, str, Any], Any]) -> None:
@@ -72,6 +74,8 @@ class ReadGuards:
         self.settle()
         with self._set_during(are_off=True):
             yield
+        for refresh in self.after_shard_access:
+            refresh()
 
     def as_user_code(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap user code that a backward or an optimizer calls: inside ``function`` the guards are on."""
@@ -106,6 +110,9 @@ class GatherCallbacks(NamedTuple):
     gradient: Callable[[nn.Parameter], Tensor | None] | None = None
     # called with a parameter and the full gradient to set, or None for none; sets ``.grad`` if None
     set_gradient: Callable[[nn.Parameter, Tensor | None], None] | None = None
+    # returns the derivative by a full parameter, from that by what it holds; ``torch.autograd.grad`` gets ``full`` if
+    # None
+    derivative: Callable[[nn.Parameter, Tensor], Tensor] | None = None
 
 
 class GuardedParameter(nn.Parameter):
@@ -141,6 +148,8 @@ class GuardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if member in SHAPE_METHODS or (name == "__get__" and member in SHAPE_PROPERTIES):
             return func(full_shape_meta(args[0]), *args[1:], **kwargs)
+        if name == "grad" and all(gather.derivative is not None for gather in gathers):
+            return _derivatives(func, args, kwargs)
         copies: list[tuple[nn.Parameter, GatherCallbacks, Tensor, int]] = []
         for position, leaf in found:
             for _, gather in sorted(leaf.__dict__.get(_GATHER, {}).items()):  # an argument may occur twice
@@ -165,6 +174,21 @@ class GuardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary parameter with the full tensor."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _derivatives(grad: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Run ``torch.autograd.grad`` by guarded parameters: by what they hold, whose derivatives are made full."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    guarded = [each.__dict__[_GATHER] if type(each) is GuardedParameter else {} for each in inputs]
+    guards = next(gather.guards for gathers in guarded for gather in gathers.values())
+    with guards.off():
+        found = list(grad(*args, **kwargs))
+    for index, (parameter, gathers) in enumerate(zip(inputs, guarded, strict=True)):
+        for _, gather in sorted(gathers.items(), reverse=True):
+            if gather.derivative is not None and found[index] is not None:
+                found[index] = gather.derivative(parameter, found[index])
+    return tuple(found)
 
 
 def _is_in_gradient_hook() -> bool:

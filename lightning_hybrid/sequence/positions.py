@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_hybrid.collectives.tensors import LinearMap, Map
 from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.step.standins.tensors import LazyFullTensor, materialize
-from lightning_hybrid.tensor.collectives import LinearMap, Map, Ranks
+from lightning_hybrid.tensor.collectives import Ranks
 
 
 @dataclass(frozen=True)

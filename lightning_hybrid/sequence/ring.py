@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_hybrid.collectives.tensors import LinearMap
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.sequence.kernels import Scores, kernel_for, merge_block
 from lightning_hybrid.sequence.order import (
@@ -34,7 +35,7 @@ from lightning_hybrid.sequence.order import (
     with_positions,
 )
 from lightning_hybrid.sequence.positions import SequenceSharding, local_positions
-from lightning_hybrid.tensor.collectives import LinearMap, Ranks, enter
+from lightning_hybrid.tensor.collectives import Ranks, enter
 
 
 def ring_attention(

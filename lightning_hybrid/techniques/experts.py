@@ -121,7 +121,8 @@ class ExpertParallel(Technique):
             assert shards is not None
             widths = width_placements(self._module, experts.widths)
             shards.mark_sharded_elsewhere(widths)
-            new_shardings.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
+            self._over_width = AxisSharding(self._mesh.group("tp"), widths, axis="tp")
+            new_shardings.append(self._over_width)
             ranks = GroupRanks(self._mesh.group("tp"))
             self.widths, self._widths = experts.widths, TensorShardedExperts(self._module, experts.widths, ranks)
         elif tensor_size > 1 and shards is not None:
@@ -180,11 +181,14 @@ class ExpertParallel(Technique):
     def build(self, run: Any, owner: Any) -> Active:
         """Collect the experts of this rank."""
         modules = {fqn: self._module.get_submodule(fqn) for fqn in self._uncompiled}
+        meet = partial(run.setting.world.rendezvous, compares=False)
+        if self._widths is not None:
+            ranks = HookAgreement(run.mesh.group("tp"), run.setting.device, meet, "tensor")
+            self._widths.gather_on_read(self._over_width, self._guards, ranks)
         if self.shared is None:
             return _Experts(self._widths, modules)
         self.shared.be_ready()
         if run.plain_runner is not None:
-            meet = partial(run.setting.world.rendezvous, compares=False)
             agreement = HookAgreement(run.mesh.group("holders"), run.setting.device, meet, "layer's")
             self.shared.gather_gradients(run.parts, agreement)
         return _SharedExperts(self.shared, run.parts, self._widths, modules)

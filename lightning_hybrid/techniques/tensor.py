@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_hybrid.errors import LayoutError, TensorPlanError
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.params.reads.agreement import HookAgreement
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.step.objects.modules import find_layers, lines_of_layers
@@ -149,7 +150,9 @@ class TensorParallel(Technique):
         if shards is None:
             return Active()
         shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, run.randomness.uncounted)
-        shards.gather_on_read(run.runner.guards)
+        meet = partial(run.setting.world.rendezvous, compares=False)
+        ranks = HookAgreement(run.mesh.group("tp"), run.setting.device, meet, "tensor")
+        shards.gather_on_read(run.runner.guards, ranks)
         if (runner := run.plain_runner) is not None:
             runner.gather_outputs(any(plan.vocabulary or plan.positions for plan in shards.plans.values()))
         return _Shards(shards)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.collectives.tensors import LinearMap
 from lightning_hybrid.params.placement import Shard, embed_in_zeros, join, padded, shard_tensor
 from lightning_hybrid.shared_memory.collectives import shared_memory
 from lightning_hybrid.tensor.plan import Axis
@@ -118,24 +118,6 @@ def paired(outer: Ranks, inner: Ranks) -> Ranks:
 def _as_real(tensor: Tensor) -> Tensor:
     """A view as real numbers: gloo supports no complex ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-Map = Callable[[Tensor], Tensor]
-
-
-class LinearMap(torch.autograd.Function):
-    """Applies a linear map; the backward applies its adjoint, so that gradients can be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, run: Map, adjoint: Map) -> Tensor:
-        """The result of the map, whose shape may differ."""
-        ctx.maps = adjoint, run
-        return run(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient, of the shape of the input."""
-        return LinearMap.apply(grad, *ctx.maps), None, None
 
 
 @dataclass

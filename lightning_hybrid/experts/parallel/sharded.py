@@ -1,11 +1,9 @@
 """Expert parallelism of one rank: runs modules whose experts are sharded, in training and evaluation.
 
 A rank's experts compute the rows of several replicas. All other gradients are those of one replica, to be averaged, so
-the gradients of experts are made such while they are computed, by a factor f, the share of one replica among them::
-
-    rows -> exchange -> [* 1/f in the backward] -> experts -> [* f in the backward] -> exchange -> results
-
-Then whatever sums, averages, accumulates, clips or reads gradients needs to know nothing of it.
+the gradients of experts are made such while they are computed: by a factor, the share of one replica among them, where
+the experts use their parameters. So second derivatives have it too, and whatever sums, averages, accumulates, clips or
+reads gradients needs to know nothing of it.
 """
 
 from __future__ import annotations
@@ -96,8 +94,9 @@ class ShardedExperts:
         self._root, self._replica_share = root, replica_share
         self._modules: dict[str, nn.Module] = {}
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}  # sharded ones, by module and FQN
-        self._replicated: dict[str, list[tuple[nn.Module, str]]] = {}  # others: their modules and names, by module
+        self._uses: dict[str, list[tuple[nn.Module, str]]] = {}  # the same, as the modules that use them, and names
         self._full: dict[str, dict[nn.Parameter, Tensor]] | None = None
+        self._gradients: list[FullGradients] = []
         for adapter in self.adapters.values():
             adapter.draw_again_by(randomness.again)
 
@@ -120,11 +119,11 @@ class ShardedExperts:
             sharded = {names[id(p)]: p for p in module.parameters() if names[id(p)] in self.sharding.placements}
             if not any(map(is_absent, sharded.values())):
                 self._modules[fqn], self._parameters[fqn] = module, sharded
-                self._replicated[fqn] = [
+                self._uses[fqn] = [
                     (inner, name)
                     for inner in module.modules()
                     for name, parameter in inner.named_parameters(recurse=False)
-                    if names[id(parameter)] not in sharded
+                    if names[id(parameter)] in sharded
                 ]
 
     def gather_gradients(self, shards: LocalShards, agreement: HookAgreement) -> None:
@@ -134,6 +133,8 @@ class ShardedExperts:
         gather = GatherCallbacks(self._guards, self._refuse, gradient=full.get, set_gradient=full.set)
         self._outside = OutsideLayerGuard("experts", gather)
         self._guards.before_shard_access.append(full.settle)
+        self._guards.after_shard_access.append(full.refresh)
+        self._gradients = [full]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -145,6 +146,8 @@ class ShardedExperts:
                 yield
             finally:
                 self._guards.settle()
+                for gradients in self._gradients:
+                    gradients.forget()
 
     def _refuse(self, parameter: nn.Parameter) -> Tensor:
         """Refuses a read of sharded experts outside of their layer: other ranks may not take part in a gather."""
@@ -186,16 +189,10 @@ class ShardedExperts:
     def _compute(
         self, fqn: str, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """Applies the experts of this rank to rows of all ranks, [R, D] -> [R, D'], and scales their gradients.
-
-        What leaves is scaled back: gradients of the rows, and of parameters that every rank has, such as a number.
-        """
-        share, back = self._replica_share, 1.0 / self._replica_share
-        with _scaled_gradients(self._replicated[fqn], back):
-            out: Tensor = self.adapters[fqn].compute(
-                self._modules[fqn], forward, _with_scaled_gradient(rows, back), counts, first
-            )
-        return _with_scaled_gradient(out, share)
+        """Applies the experts of this rank to rows of all ranks, [R, D] -> [R, D']."""
+        with _scaled_gradients(self._uses[fqn], self._replica_share):
+            out: Tensor = self.adapters[fqn].compute(self._modules[fqn], forward, rows, counts, first)
+        return out
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -240,21 +237,15 @@ class ShardedExperts:
         self._full = None
 
 
-def _with_scaled_gradient(tensor: Tensor, factor: float) -> Tensor:
-    """Returns a tensor of any shape, whose gradient is multiplied by a factor in the backward."""
-    if factor != 1.0 and tensor.requires_grad:
-        tensor.register_hook(lambda gradient: gradient * factor)  # a view could not be written in place
-    return tensor
-
-
 @contextlib.contextmanager
 def _scaled_gradients(parameters: Iterable[tuple[nn.Module, str]], factor: float) -> Iterator[None]:
     """Multiplies gradients of uses inside by a factor, of parameters given as modules and names."""
     with torch._C.DisableTorchFunctionSubclass():  # tensor ranks may guard them: this is no read of user code
         before = [(inner, name, inner._parameters[name]) for inner, name in parameters]
         for inner, name, parameter in before:
-            if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-                use: Any = _with_scaled_gradient(parameter.view_as(parameter), factor)
+            if parameter is not None and parameter.requires_grad and torch.is_grad_enabled() and factor != 1.0:
+                use: Any = parameter.view_as(parameter)
+                use.register_hook(lambda gradient: gradient * factor)
                 inner._parameters[name] = use
     try:
         yield

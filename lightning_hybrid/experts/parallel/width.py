@@ -25,7 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.params.placement import Piece, Shard
+from lightning_hybrid.params.reads.agreement import HookAgreement
+from lightning_hybrid.params.reads.tensor_ranks import FullParameterReads
+from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -145,6 +149,14 @@ class TensorShardedExperts:
 
     def __init__(self, root: nn.Module, widths: Mapping[str, WidthSharding], ranks: Ranks) -> None:
         self._root, self._widths, self._ranks = root, widths, ranks
+        named = {fqn: root.get_submodule(fqn).named_parameters() for fqn in widths}
+        self._sharded = {fqn: {id(p) for name, p in named[fqn] if name in widths[fqn].placements} for fqn in widths}
+        self._replaced: set[str] = set()  # modules that run in full now
+        self._reads: list[FullParameterReads] = []
+
+    def gather_on_read(self, sharding: AxisSharding, guards: ReadGuards, agreement: HookAgreement) -> None:
+        """Gathers parameters, sharded so over tensor ranks, when code outside of the experts reads them."""
+        self._reads = [FullParameterReads(self._root, sharding, (), guards, agreement)]
 
     def _modules(self) -> dict[str, nn.Module]:
         modules = {fqn: self._root.get_submodule(fqn) for fqn in self._widths}
@@ -154,19 +166,44 @@ class TensorShardedExperts:
         """Runs the modules' own code on this rank's hidden features; innermost, inside expert parallelism."""
         return replaced_forwards(self._modules(), partial(partial, self._run_local), reason="local shards of experts")
 
-    def running(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
         """Sums results over the ranks; outside of expert parallelism, which exchanges rows that are not yet summed."""
-        return replaced_forwards(self._modules(), lambda _, run: partial(self._run, run), reason="sharded experts")
+        modules = self._modules()
+
+        def around(fqn: str, run: Callable[..., Any]) -> Callable[..., Any]:
+            summed: Callable[..., Any] = partial(self._run, fqn, run)
+            for reads in self._reads:
+                summed = reads.of_layer(modules[fqn], summed)
+            return summed
+
+        with contextlib.ExitStack() as stack:
+            for reads in self._reads:
+                stack.enter_context(reads.on())
+            stack.enter_context(replaced_forwards(modules, around, reason="sharded experts"))
+            yield
 
     def _run_local(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = self._root.get_submodule(fqn)
+        if fqn in self._replaced:
+            return forward(*args, **kwargs)
         with self._widths[fqn].local_features(module, self._ranks.rank, self._summed):
             return forward(*args, **kwargs)
 
     def _summed(self, tensors: list[Tensor]) -> list[Tensor]:
         return sum_gradients(tensors, [None] * len(tensors), self._ranks)
 
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _is_replaced(self, fqn: str) -> bool:
+        """Whether full tensors replace parameters for one call (``torch.func.functional_call``)."""
+        return not self._sharded[fqn] <= {id(p) for p in self._root.get_submodule(fqn).parameters()}
+
+    def _run(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_replaced(fqn):
+            self._replaced.add(fqn)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._replaced.discard(fqn)
         leaves, spec = flatten((args, kwargs))
         trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
         if trained:

@@ -48,6 +48,7 @@ _ELEMENTWISE = names(
     "mul_ div_ zero_ fill_ clamp_ clamp_min_ clamp_max_ clip_ neg_ nan_to_num_ sign_ __imul__ __itruediv__ __idiv__"
 )
 _FOREACH = "_foreach_"
+_EXPORTS = names("numpy __array__ __dlpack__ untyped_storage data_ptr")
 _AHEAD = 16 << 20  # bytes of one message, if code reads parameters one after the other
 _ALIGNMENT = 16  # bytes; in a message, tensors begin at multiples of it
 
@@ -132,6 +133,7 @@ class _FullTensor:
     full: Tensor  # the full tensor
     version: int  # its version when the rank's own was last equal to it
     is_kept: bool = False  # whether code refers to its memory
+    is_exported: bool = False  # whether NumPy or another library refers to it, whose writes count no versions
 
     def keep(self) -> None:
         """Hold the full tensor until all are dropped: code refers to its memory."""
@@ -251,7 +253,8 @@ class GatherOnRead(TorchFunctionMode):
         if held:
             memories = {storage_id(tensor) for tensor in tensors_inside(out)}
             for each in held.values():
-                each.is_kept |= storage_id(each.full) in memories
+                each.is_exported |= name in _EXPORTS
+                each.is_kept |= each.is_exported or storage_id(each.full) in memories
         if name == "__set__" and self._is_full(leaves[0]):  # p.data = full
             self._write_back(always=leaves[0])
         elif (name.endswith("_") and name != "__get__") or "out" in kwargs:
@@ -358,6 +361,11 @@ class GatherOnRead(TorchFunctionMode):
             self._full_tensors[id(tensor)] = _FullTensor(tensor, name, full, full._version)
             self._room -= _num_bytes(full)
 
+    def _keep(self, name: str, tensor: Tensor, full: Tensor) -> None:
+        """Keep the full tensor, to which code refers, of what this rank has made of it, a shard."""
+        self._full_tensors[id(tensor)] = _FullTensor(tensor, name, full, full._version, is_kept=True)
+        self._room -= _num_bytes(full)
+
     def _joined(self, name: str, local: Tensor) -> Tensor:
         """The full tensor of a shard; collective over the ranks that hold shards."""
         return by_rows(local, partial(self._shards.unshard, name))
@@ -375,7 +383,7 @@ class GatherOnRead(TorchFunctionMode):
         """Copy what code has written to full tensors to what this rank holds of them."""
         with torch._C.DisableTorchFunction():
             for held in list(self._full_tensors.values()):
-                if held.full is always or held.full._version != held.version:
+                if held.full is always or held.is_exported or held.full._version != held.version:
                     held.version = held.full._version
                     self._write(held.name, held.full.detach(), held.tensor)
 

@@ -274,14 +274,22 @@ class HookReads(GatherOnRead):
             if is_absent(parameter):
                 if value is None or value is not self._stand_ins.get(name):
                     self._stand_ins[name] = _stand_in(parameter, _kind_of(full))
+                    self._keep_set(name, self._stand_ins[name], value, full)
                 return
             before = parameter.grad
             if full is None or value is before:
                 parameter.grad = value
-            elif before is not None and before.shape != parameter.shape:  # not averaged yet, so that it is no shard
+                return
+            if before is not None and before.shape != parameter.shape:  # not averaged yet, so that it is no shard
                 before.detach().copy_(by_rows(full.detach(), lambda one: self._shards.shard_of(name, before, one)))
             else:
                 parameter.grad = by_rows(full.detach(), lambda one: self._shards.shard(name, one).contiguous())
+            self._keep_set(name, parameter.grad, value, full)
+
+    def _keep_set(self, name: str, gradient: Tensor | None, value: Tensor | None, full: Tensor | None) -> None:
+        """Keep a tensor that code has set as a gradient, and may write into later; on all ranks alike."""
+        if gradient is not None and full is not None and full is value and name in self._shards.names:
+            self._keep(name, gradient, full)
 
     def _exchange_kinds(self) -> None:
         """Exchange which parameters of other ranks have a gradient; collective over the pipeline."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.params.gradient_hooks import StepHooks
+from lightning_hybrid.pipeline.runtime.old_gradients import OldGradients
 from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 from lightning_hybrid.step.objects.tensors import GradientHook
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -196,7 +197,11 @@ def _nothing(_: Tensor) -> None:
 
 
 class GradientHandoff:
-    """The gradients of one step, stored until Lightning's backward."""
+    """The gradients of one step, stored until Lightning's backward.
+
+    Attributes:
+        old: The gradients that ``zero_grad`` clears before that.
+    """
 
     def __init__(
         self,
@@ -226,6 +231,7 @@ class GradientHandoff:
         self._seeded = expected_seed
         self._before: list[Tensor | None] = []
         self._new: list[Tensor | None] = []
+        self.old = OldGradients(parameters if zeroed_before_backward else ())
         if zeroed_before_backward:
             # Copies: the reducer writes this step's averages into the buffers of the step before.
             grads = [parameter.grad for parameter in parameters]

@@ -213,7 +213,8 @@ class StepExecution(OwnedByRun):
                     )  # no frame of ours unless a policy adds one
                     for policy in self.policies:
                         run = policy.around(attempt, run)
-                    result = run()
+                    with attempt.handoff.old.refused():
+                        result = run()
                     self._log(attempt.call, result)
                     for policy in self.policies:
                         policy.after(attempt)

@@ -82,18 +82,22 @@ def _not_stepping(strategy: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _changes_undone(optimizers: Iterable[Optimizer], configs: Iterable[Any]) -> Iterator[None]:
-    """Restore the options of optimizers, and learning-rate schedulers, that a recorded step changes."""
-    groups = [(group, dict(group)) for optimizer in optimizers for group in optimizer.param_groups]
+def _changes_undone(optimizers: Iterable[Any], configs: Iterable[Any]) -> Iterator[None]:
+    """Restore the options and states of optimizers, and learning-rate schedulers, that a recorded step changes.
+
+    Reading the state of a stand-in for a parameter is such a change.
+    """
+    tables = [table for optimizer in optimizers for table in (optimizer.state, *optimizer.param_groups)]
+    changed: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(table, dict(table)) for table in tables]
     schedulers = [(config.scheduler, copy.deepcopy(config.scheduler.state_dict())) for config in configs]
     try:
         yield
     finally:
         for scheduler, state in schedulers:
             scheduler.load_state_dict(state)
-        for group, options in groups:
-            group.clear()
-            group.update(options)
+        for current, before in changed:
+            current.clear()
+            current.update(before)
 
 
 @contextlib.contextmanager

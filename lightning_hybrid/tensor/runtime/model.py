@@ -23,6 +23,7 @@ from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.params.placement import Placement, Shard, join, padded
+from lightning_hybrid.params.reads.agreement import HookAgreement
 from lightning_hybrid.params.reads.tensor_ranks import FullParameterReads
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
@@ -220,11 +221,11 @@ class ShardedModel:
                 found[name] = Vocabulary(self.shardings[0].placements[name].length, ranks)
         return found
 
-    def gather_on_read(self, guards: ReadGuards) -> None:
+    def gather_on_read(self, guards: ReadGuards, agreement: HookAgreement) -> None:
         """Gathers parameters when code outside of units reads them, where no recording shows what it reads."""
         used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
         cut = next((axis for axis in self.shardings if axis.axis == "tp" and axis.placements), None)
-        self._reads = None if cut is None else FullParameterReads(self._root, cut, used_outside, guards)
+        self._reads = None if cut is None else FullParameterReads(self._root, cut, used_outside, guards, agreement)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
