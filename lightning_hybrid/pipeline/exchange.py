@@ -74,7 +74,9 @@ class StepResultExchange:
                 self._scalars.append((index, graph.loss))
 
     def begin(self, runs: Mapping[int, StageRun], is_broken: bool = False) -> None:
-        """Start to send this rank's numbers."""
+        """Start to send this rank's numbers, once."""
+        if self._exchange is not None:
+            return
         if is_broken:
             self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
             return
@@ -154,10 +156,8 @@ class StepResultExchange:
         known = [each for each in self._weighting.unexplained if each[0] in self._combined_keys]
         return [(each[0], describe_unexplained(self._call.name, *each)) for each in known]
 
-    def wait(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
+    def wait(self) -> None:
         """Wait for the numbers of all ranks; ``StepBroken`` if the step broke on one."""
-        if self._exchange is None:
-            self.begin(runs, is_broken=is_broken)
         assert self._exchange is not None
         self._numbers = self._exchange.finish()
 

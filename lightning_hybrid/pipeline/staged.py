@@ -227,6 +227,7 @@ class StepRunner(MicrobatchRunner):
         grad = torch.set_grad_enabled(call.trains or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
+            exchange.begin(outcome.runs, outcome.broken is not None)  # here too: it calls metrics as the step would
         self._synchronize(call, exchange, outcome, snapshot, given.variants)
         for variant in dict.fromkeys(given.variants):
             self._metrics.record_feeding_ranks(variant.assignment.sinks, self.plan.rank_of)
@@ -286,7 +287,7 @@ class StepRunner(MicrobatchRunner):
         """Wait for the numbers of the other ranks; if the step broke on one, roll it back on all."""
         is_broken = is_broken_here = outcome.broken is not None
         try:
-            exchange.wait(outcome.runs, is_broken=is_broken)
+            exchange.wait()
         except StepBroken:
             is_broken = is_broken_here = True
         if call.trains and self._agree_on_broken_step is not None:  # replicas evaluate by themselves

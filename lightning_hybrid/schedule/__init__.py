@@ -2,9 +2,9 @@
 
 Read in this order: `actions` (the alphabet, which rank holds a stage, and which stages hand values to which),
 `generators` (GPipe, 1F1B, eager 1F1B, interleaved 1F1B, zero bubble), `v_shape` (ZB-V, DualPipeV), `search` (under a
-memory limit), `simulator` (when would it run), `program` (sends and receives added), `proof` (proof that it runs to
-the end), `picture` (a timeline, simulated or measured), `events` (the same for trace viewers), `measured/` (time that
-measured steps lost, and faster cuts).
+memory limit), `simulator` (when would it run), `clocks`, `program` (sends and receives added), `proof` (proof that it
+runs to the end), `picture` (a timeline, simulated or measured), `events` (the same for trace viewers), `measured/`
+(time that measured steps lost, and faster cuts).
 
     schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     portals = chain(schedule.num_stages)

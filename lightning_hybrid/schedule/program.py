@@ -11,6 +11,10 @@ Receives do not block, so they are posted some computes ahead of their place in 
 keeps the receiver busy when the sender is done. That keeps the argument: a receive never passes another transfer of
 its own pair, and a pair knows no other pair's order.
 
+Nor does it pass a compute on which its message depends, through whatever ranks. On a GPU a compute may wait until all
+that its rank has launched is over, posted receives among it: an allocator that tries again does so, and the loading of
+a kernel. A message that needs this compute would never come.
+
 A channel that matches transfers by tag, as gloo does, has no queue: there a receive may also pass transfers of its own
 pair. That matters in 1F1B, where the last stage sends a gradient right before it needs the next activations: behind
 that send, a receive would be posted when it is already waited for. Nor need it be posted while its rank is busy:
@@ -25,6 +29,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from lightning_hybrid.schedule.actions import Action, Kind, Message, Portals, Schedule, made_by, needed_by
+from lightning_hybrid.schedule.clocks import Clock, Clocks
 from lightning_hybrid.schedule.simulator import Span, simulate
 
 
@@ -128,18 +133,27 @@ def lower(
 
     idle = _computes_after_waiting(timeline.spans) if channel == "tags" else frozenset[Action]()
     rows: list[list[Instruction]] = [[] for _ in range(schedule.num_ranks)]
+    clocks = Clocks(schedule.num_ranks)
+    starts: list[list[Clock]] = [[] for _ in rows]  # the clock of each rank before each of its computes
     for _, _, _, event in sorted(events):
         if isinstance(event, Compute):
-            rows[schedule.rank_of(event.action.stage)].append(event)
-        else:
-            source_rank = schedule.rank_of(event.message.source)
-            rows[source_rank].append(event)
-            row = rows[schedule.rank_of(event.message.target)]
-            waits = idle_within and not idle.isdisjoint(_users_of(event.message))
-            place = len(row) if waits else _place_when_idle(row, idle, idle_within)
-            if place is None:
-                place = _place_ahead(row, source_rank if channel == "queue" else None, schedule, post_ahead)
-            row.insert(place, Receive(event.message))
+            rank = schedule.rank_of(event.action.stage)
+            rows[rank].append(event)
+            starts[rank].append(clocks.now(rank))
+            clocks.compute(rank, needed_by(event.action, portals))
+            continue
+        source, target = schedule.rank_of(event.message.source), schedule.rank_of(event.message.target)
+        rows[source].append(event)
+        row = rows[target]
+        waits = idle_within and not idle.isdisjoint(_users_of(event.message))
+        place = len(row) if waits else _place_when_idle(row, idle, idle_within)
+        if place is None:
+            independent = len(starts[target]) - clocks.now(source)[target]
+            ahead, peer = (min(post_ahead, independent), source) if channel == "queue" else (post_ahead, None)
+            place = _place_ahead(row, peer, schedule, ahead)
+        passed = sum(isinstance(instruction, Compute) for instruction in row[place:])
+        clocks.transfer(event.message, source, starts[target][-passed] if passed else clocks.now(target))
+        row.insert(place, Receive(event.message))
     return Program(schedule, portals, tuple(tuple(row) for row in rows), channel)
 
 

@@ -3,6 +3,9 @@
 The program is executed without any values on the strictest channel there is: per pair of ranks one queue for both
 directions, and sends that block until they are matched. What passes there passes on gloo, on NCCL and between threads.
 A program made for a channel that matches by tag is executed on such a one, whose sends block all the same.
+
+With queues, a compute may also wait for all receives that are posted before it, as a GPU does that synchronises. So no
+message may depend on a compute that stands behind its receive, through whatever ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections import Counter
 
 from lightning_hybrid.errors import ScheduleError
 from lightning_hybrid.schedule.actions import Action, Message, made_by, needed_by
+from lightning_hybrid.schedule.clocks import Clock, Clocks
 from lightning_hybrid.schedule.program import Compute, Program, Receive, Send, peer_of
 
 
@@ -54,6 +58,8 @@ class _StrictExecution:
         self._seen: set[Send | Receive] = set()
         self._made: set[Message] = set()
         self._arrived: set[Message] = set()
+        self._clocks = Clocks(self.schedule.num_ranks)
+        self._posted: dict[Message, tuple[int, Clock]] = {}  # where in its row a receive stands, and its rank's clock
 
     def advance(self) -> bool:
         """Let every rank run until it blocks; False if none moved."""
@@ -90,6 +96,7 @@ class _StrictExecution:
             if any(message not in self._arrived for message in needed):
                 return False
             self._buffers[rank] -= sum(self.schedule.rank_of(message.source) != rank for message in needed)
+            self._clocks.compute(rank, needed)
             self._compute(rank, instruction.action)
             return True
         peer = peer_of(instruction, self.schedule)
@@ -99,6 +106,7 @@ class _StrictExecution:
             self._seen.add(instruction)
             issued.append((instruction, self._position[rank]))
             if isinstance(instruction, Receive):
+                self._posted[instruction.message] = self._position[rank], self._clocks.now(rank)
                 self._buffers[rank] += 1
                 self.peak_buffers[rank] = max(self.peak_buffers[rank], self._buffers[rank])
             self._match(rank, peer)
@@ -149,6 +157,23 @@ class _StrictExecution:
                 )
             self._matched[pair] += 1
             self._arrived.add(one.message)
+            self._meet(one.message)
+
+    def _meet(self, message: Message) -> None:
+        """Let the rank that sends a message go on; its own computes must not be behind the receive."""
+        source, target = self.schedule.rank_of(message.source), self.schedule.rank_of(message.target)
+        index, posted = self._posted[message]
+        num_needed = self._clocks.now(source)[target]
+        if num_needed > posted[target]:
+            needed = self.schedule.actions[target][num_needed - 1]
+            raise ScheduleError.at(
+                f"{Receive(message)} of rank {target} is posted before {needed}, on which the message depends: a rank"
+                " that waits there for all that it has posted waits forever",
+                self.program.instructions,
+                {target: index},
+                entry="schedule-transfer",
+            )
+        self._clocks.transfer(message, source, posted)
 
     def _lack(self, rank: int) -> str:
         """What a blocked rank waits for, in words."""

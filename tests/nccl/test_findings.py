@@ -113,14 +113,17 @@ def test_groups_with_the_default_timeout_are_found(worlds):
     assert all(rank.extra for rank in worlds.run(run.world_size, fit_as_before_finding_4, run))
 
 
-# -- not repaired ----------------------------------------------------------------------------------------------------
+# -- finding 9, repaired: receives were posted before computes on which their messages depend ------------------------
 
 
-@finding(9, "receives are posted before computes that they depend on")
+@pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_no_receive_is_posted_before_what_it_depends_on(worlds, schedule):
-    run = Run("UNet", pp=3, microbatches=1, strategy={"stages_per_rank": 2, "schedule": schedule})
+def test_no_receive_is_posted_before_what_it_depends_on(worlds, schedule, m):
+    run = Run("UNet", pp=3, microbatches=m, strategy={"stages_per_rank": 2, "schedule": schedule})
     assert not judges.stuck_at_allocations(traces_of(worlds, run))
+
+
+# -- not repaired ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("early", [True, pytest.param(False, marks=finding(12, "all layers' messages are held"))])

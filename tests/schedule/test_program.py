@@ -19,7 +19,14 @@ from lightning_hybrid.schedule import (
     simulate,
 )
 from lightning_hybrid.schedule.actions import made_by, needed_by
-from lightning_hybrid.schedule.generators import eager_1f1b, gpipe, one_f_one_b, zero_bubble
+from lightning_hybrid.schedule.generators import (
+    eager_1f1b,
+    forward_only,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    zero_bubble,
+)
 
 
 def test_lowered_program():
@@ -104,6 +111,49 @@ def test_posting_ahead_needs_one_buffer_per_peer():
     assert check_program(lower(schedule, portals)) == (2, 2, 2, 2)
     for post_ahead in (2, 3, 100):
         assert max(check_program(lower(schedule, portals, post_ahead=post_ahead))) <= 2 + 2 * post_ahead
+
+
+def computes_before(program):
+    """By receive, how many computes stand before it in its row."""
+    return {
+        instruction: sum(isinstance(other, Compute) for other in row[:index])
+        for row in program.instructions
+        for index, instruction in enumerate(row)
+        if isinstance(instruction, Receive)
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ahead", "count"),
+    [
+        (one_f_one_b(2, 8), 8, 16),
+        (one_f_one_b(4, 8), 27, 48),
+        (interleaved_1f1b(2, 8, 2), 31, 48),
+        (interleaved_1f1b(4, 8, 2), 86, 112),
+        (zero_bubble(4, 8), 39, 48),
+        (interleaved_1f1b(3, 1, 2), 3, 10),  # 6, if a receive could pass a compute on which its message depends
+    ],
+    ids=lambda value: f"{value.name}-{value.num_ranks}" if isinstance(value, Schedule) else "",
+)
+def test_receives_are_posted_one_compute_ahead(schedule, ahead, count):
+    portals = chain(schedule.num_stages)
+    late, posted = (computes_before(lower(schedule, portals, post_ahead=each)) for each in (0, 1))
+    assert len(posted) == count
+    assert [late[receive] - posted[receive] for receive in posted].count(1) == ahead
+
+
+@pytest.mark.parametrize("generate", [gpipe, interleaved_1f1b, forward_only])
+@pytest.mark.parametrize("m", [1, 2])
+def test_receive_posted_before_what_its_message_depends_on_is_found(generate, m):
+    program = lower(generate(3, m, 2), chain(6))
+    row = list(program.instructions[0])  # stages 0 and 3; what stage 3 receives comes from stage 0
+    receive = Receive(Message("forward", 2, 3, 0))
+    row.remove(receive)
+    row.insert(0, receive)
+    planted = dataclasses.replace(program, instructions=(tuple(row), *program.instructions[1:]))
+    with pytest.raises(ScheduleError, match=re.escape("recv(2>3F0) of rank 0 is posted before 0F0, on which")):
+        check_program(planted)
+    check_program(dataclasses.replace(planted, channel="tags"))  # where the device waits for no receive
 
 
 def test_inputs_and_outputs_of_actions():
