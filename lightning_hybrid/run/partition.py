@@ -84,13 +84,12 @@ class ModulePartition:
             self._plan_layers(recorded=True)
         if self.run.plain_runner is not None:
             self.run.plain_runner.forget_recording()
-        plan, metrics = self.run.plan, self.run.metrics
-        assert plan is not None and metrics is not None
+        plan = self.run.plan
+        assert plan is not None
         if not self.run.is_pipelined and not plan.is_partitioned:
             plan.partition_by_size()
         for technique in self.run.techniques:
             technique.decide(self.run)
-        self.run.until_end.callback(metrics.close)
         return self.run
 
     def _try_to_record(
@@ -143,6 +142,7 @@ class ModulePartition:
         if self.run.metrics is not None:
             self.run.metrics.close()
         metrics = MetricSync(setting.module, mesh.group("pp"), meet=setting.world.rendezvous)
+        self.run.until_end.callback(metrics.close)  # also if no layout is found
         plan, runner = make_runner(setting, mesh, self.run.randomness, metrics, self)
         self._set(metrics=metrics, plan=plan, runner=runner, techniques=())
         self._set(techniques=techniques_of(self.run))

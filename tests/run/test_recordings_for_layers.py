@@ -3,8 +3,11 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
+from lightning_hybrid.errors import UnfitError
+from lightning_hybrid.patching import active_patches
 from lightning_hybrid.planning.plan import make_plan
 
 taken = []  # by each recording; what it writes to a module is undone
@@ -38,3 +41,17 @@ def test_only_a_step_with_branches_is_recorded_with_several_guesses(branches):
     make_plan(pl, Counted(branches), {}, 2, {"tensor_parallel_size": 2}, "32-true")
     assert set(taken) == {True, not branches}
     assert len(taken) == (6 if branches else 3)  # for the units, for their calls, and for activations
+
+
+class Measured(Counted):
+    """Has a metric."""
+
+    def __init__(self):
+        super().__init__(branches=False)
+        self.mean = torchmetrics.MeanMetric()
+
+
+def test_metrics_are_restored_where_the_recorded_step_is_refused():
+    with pytest.raises(UnfitError, match="which training_step never uses"):
+        make_plan(pl, Measured(), {}, 2, {"pipeline_parallel_size": 2, "pipeline_cuts": ["nowhere"]}, "32-true")
+    assert active_patches() == []

@@ -134,6 +134,8 @@ def _exchange(recorder: Recorder, name: str, original: Any) -> Any:
     def exchange(*args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         group = group or dist.group.WORLD
+        if not isinstance(group, RecordedGroup):  # a fake one, of a run that one process plans
+            return original(*args, **kwargs)
         sent = args[1:2] if name in ("all_gather_object",) else args[:1]
         if name == "broadcast_object_list" and not _is_source(args, kwargs, group):
             sent = ()
