@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid import patching
-from lightning_hybrid.batch.merge import REDUCTIONS, Argument
+from lightning_hybrid.batch.merge import REDUCTIONS, Argument, Leaf
 from lightning_hybrid.step.standins.marks import mark_in_any_run
 from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -124,7 +124,7 @@ def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
     return zip(keys_of(entry.name for entry in entries), entries, strict=True)
 
 
-def describe_unexplained(step: str, key: Key | Argument, full: float, mean: float) -> str:
+def describe_unexplained(step: str, key: Key | Argument | Leaf, full: float, mean: float) -> str:
     """The warning about a number, logged or given to a metric, that the numbers of its batch's parts do not give."""
     made = f"logs {key[0]!r}"
     if isinstance(key, Argument):
