@@ -23,7 +23,7 @@ from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.full_batch import SideEffectRun
 from lightning_hybrid.pipeline.kept import AppendedEntries
-from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, describe_unexplained, keyed
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, describe_unexplained, keyed, size_of
 from lightning_hybrid.pipeline.means import MeanWeights
 from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
@@ -183,6 +183,7 @@ class StepResultExchange:
             if not is_known(of_batch):
                 self._combined_keys.add(key)
                 of_batch = self._combined(key, entry.with_values(values, entry.sizes))
+            entry.reduce_sizes(self._measured.get(size_of(key), ""))
             logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, numbers, strict=False):

@@ -12,9 +12,8 @@ so their microbatches need not add up to the batch even where the losses do. Bot
 from __future__ import annotations
 
 import contextlib
-import io
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,21 +21,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
 from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.split import BatchSplitter, copied_batch, sizes_of, split, split_unevenly
-from lightning_hybrid.equivalence.deterministic import WithoutDropoutMode
 from lightning_hybrid.errors import is_out_of_memory
-from lightning_hybrid.params.gradient_hooks import without_registrations
 from lightning_hybrid.pipeline.left import Left, LeftValues, joined_tensors, numbers_of
-from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
+from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed, size_of
 from lightning_hybrid.pipeline.reasons import describe_difference, describe_lost, describe_mixing, describe_scaled
 from lightning_hybrid.pipeline.runtime.gradients import without_hooks
-from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
-from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.pipeline.undone import UndoneRuns, undone_runs
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.recording.units import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import find_loss
@@ -68,6 +63,8 @@ class LossWeighting(NamedTuple):
     scaled: str = ""  # the name of an embedding that divides gradients by counts over the batch, if there is one
     # how parts make a number of the batch, logged or given to a metric: "mean", "sum", "max" or "min"
     reductions: tuple[tuple[Key | Argument | Leaf, str], ...] = ()
+    # in which of these ways it may be, as far as batches have shown
+    candidates: tuple[tuple[Key | Argument | Leaf, tuple[str, ...]], ...] = ()
     # other such numbers: the batch's, and the mean over parts
     unexplained: tuple[tuple[Key | Argument | Leaf, float, float], ...] = ()
 
@@ -77,6 +74,20 @@ class LossWeighting(NamedTuple):
         return (
             bool(self.scaled or self.lost) or self.norms is not None or (self.differing is not None and not self.counts)
         )
+
+    @property
+    def undecided(self) -> Mapping[Key | Argument | Leaf, tuple[str, ...]]:
+        """The numbers of which another batch must show how parts make them: they were 0, or true in all."""
+        return {key: how for key, how in self.candidates if len(how) > 1 and not _is_decided(how)}
+
+    def with_evidence(self, other: LossWeighting) -> LossWeighting:
+        """The same weighting, with what another comparison has shown about numbers."""
+        known = dict(self.candidates)
+        candidates = {key: tuple(h for h in how if h in known.get(key, how)) or how for key, how in other.candidates}
+        candidates = {**known, **candidates}
+        decided = {key: how[0] for key, how in candidates.items() if _is_decided(how)}
+        reductions = {**dict(other.reductions), **dict(self.reductions), **decided}
+        return self._replace(candidates=tuple(candidates.items()), reductions=tuple(reductions.items()))
 
     def why_unsplit(self) -> str:
         """The warning where no weights are right; empty otherwise."""
@@ -102,6 +113,8 @@ def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) ->
     rows: list[LossWeighting] = [local] * dist.get_world_size(group)
     dist.all_gather_object(rows, local, group=group)
     found = next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), local)
+    for row in rows:
+        found = found.with_evidence(row)
     ways = {row.scales_gradients for row in rows} - {None}
     return found._replace(scales_gradients=ways.pop() if len(ways) == 1 else None)
 
@@ -113,6 +126,7 @@ class _Result(NamedTuple):
     dtype: torch.dtype
     logs: dict[Key | Argument | Leaf, float]
     left: Left  # what it leaves for other code
+    flags: frozenset[Key]  # what it logs as bool
 
 
 @dataclass(frozen=True)
@@ -159,17 +173,17 @@ class Comparison:
         keys = frozenset[Key | Argument | Leaf].intersection(*(frozenset(one.logs) for one in found))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
         hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
+        hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
-        reductions = tuple((key, how[0]) for key, how in hows.items() if len(how) == 1 or (how and "sum" not in how))
+        reductions = tuple((key, how[0]) for key, how in hows.items() if _is_decided(how))
+        shown = LossWeighting(reductions=reductions, candidates=tuple((key, tuple(how)) for key, how in hows.items()))
         unexplained = tuple(
             (key, logged[key].full, _mean_of(logged[key], sample_weights)) for key in hows if not hows[key]
         )
         counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
         lost = self._lost([one.left for one in found], partitions[0], dtype)
         if not counts:
-            return _without_leaves(
-                LossWeighting(differing=differing, loss=mean, reductions=reductions, unexplained=unexplained, lost=lost)
-            )
+            return _without_leaves(shown._replace(differing=differing, loss=mean, unexplained=unexplained, lost=lost))
         count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
         def is_by_samples(key: Key | Argument | Leaf) -> bool:
@@ -181,7 +195,7 @@ class Comparison:
         unexplained = tuple(each for each in unexplained if each not in by_counts)
         by_samples = frozenset(filter(is_by_samples, keys))
         weighting = LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
-        return _without_leaves(weighting._replace(lost=lost))
+        return _without_leaves(weighting._replace(candidates=shown.candidates, lost=lost))
 
     def _lost(self, left: Sequence[Left], partition: tuple[Sequence[Any], Sequence[float]], dtype: torch.dtype) -> str:
         """A tensor that the batch leaves, and its parts as joined do not; "" if there is none."""
@@ -216,7 +230,9 @@ class Comparison:
                         if not isinstance(loss, Tensor) or loss.numel() != 1:
                             return None
                         numbers = _numbers(logs, self.metrics.take_numbers())
-                        of_parts.append(_Result(float(loss.detach()), dtype, numbers, self.left.of(output)))
+                        of_parts.append(
+                            _Result(float(loss.detach()), dtype, numbers, self.left.of(output), _flags(logs))
+                        )
                     found += of_parts
                 if not before.are_unchanged():
                     return None
@@ -343,70 +359,17 @@ class Comparison:
         return by_loss[0] <= near, by_gradient[0] <= near, (norm, min(by_loss, by_gradient)[1])
 
 
-class UndoneRuns:
-    """Runs of a step whose effects are undone; see ``undone_runs``."""
-
-    def __init__(
-        self, root: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter], trained: Collection[nn.Module]
-    ) -> None:
-        switched = (m for m in root.modules() if isinstance(m, _NormBase) or m not in trained)
-        self._switched = [module for module in switched if module.training]
-        self._start, self._generators = StepSnapshot(root, copied=math.inf), GeneratorStates(device)
-        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        self._begin()
-
-    def are_unchanged(self) -> bool:
-        """Whether no run has drawn random numbers."""
-        return self._generators.are_unchanged()
-
-    def undo(self) -> bool:
-        """Undo a run; returns whether none has drawn random numbers."""
-        self._start.restore()
-        self._begin()
-        return self.are_unchanged()
-
-    def _begin(self) -> None:
-        for module in self._switched:
-            module.training = False
-        for parameter, _ in self._gradients:
-            parameter.grad = None
-
-    def end(self) -> None:
-        """Undo the last run, and give modules and parameters back what they had."""
-        self._start.restore()
-        for module in self._switched:
-            module.training = True
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def undone_runs(
-    root: nn.Module,
-    randomness: KeyedRandomness,
-    parameters: Sequence[nn.Parameter] = (),
-    *,
-    trains: bool = True,
-    trains_root: bool = True,
-) -> Iterator[UndoneRuns]:
-    """Run steps inside without prints; their effects, also on gradients of ``parameters``, are undone.
-
-    Dropout is off, and layers that normalize over samples use their running statistics; all modules are in eval mode
-    unless the step ``trains``, but the user's own one if only this ``trains_root``.
-    """
-    quiet = contextlib.redirect_stdout(io.StringIO())
-    dropout = WithoutDropoutMode() if trains or trains_root else contextlib.nullcontext()
-    trained = frozenset(root.modules()) if trains else frozenset({root} if trains_root else ())
-    with randomness.isolated(), dropout, quiet, without_registrations(root):
-        runs = UndoneRuns(root, randomness.device, parameters, trained)
-        try:
-            yield runs
-        finally:
-            runs.end()
-
-
 def _norm(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None else float(gradient.detach().double().norm())
+
+
+def _is_decided(hows: Sequence[str]) -> bool:
+    """Whether these ways to make a number tell it: what is equal in all is any, but zeros are sums too."""
+    return len(hows) == 1 or ("mean" in hows and "sum" not in hows)
+
+
+def _flags(logs: LogCapture) -> frozenset[Key]:
+    return frozenset(key for key, entry in keyed(logs.entries()) if entry.is_bool)
 
 
 def _without_leaves(weighting: LossWeighting) -> LossWeighting:
@@ -423,6 +386,7 @@ def _without_leaves(weighting: LossWeighting) -> LossWeighting:
 def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Key | Argument | Leaf, float]:
     entries = [(key, entry) for key, entry in keyed(logs.entries()) if entry.metric is None and entry.origin is None]
     found: list[tuple[Key | Argument | Leaf, float]] = [(key, entry.values[0]) for key, entry in entries]
+    found += [(size_of(key), float(size)) for key, entry in keyed(logs.entries()) for size in entry.sizes if size]
     return {key: number for key, number in (*found, *arguments.items()) if math.isfinite(number)}
 
 

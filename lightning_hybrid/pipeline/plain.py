@@ -22,7 +22,7 @@ from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.split import batch_size_of, check_count, copied_batch, halves, split, why_unsplit
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.left import LeftValues
-from lightning_hybrid.pipeline.logs import Key, describe_unexplained
+from lightning_hybrid.pipeline.logs import Key, describe_undecided, describe_unexplained
 from lightning_hybrid.pipeline.means import LossWeightFinder
 from lightning_hybrid.pipeline.measure import Comparison, LossWeighting, agree_on_weighting
 from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult
@@ -224,6 +224,8 @@ class PlainRunner(MicrobatchRunner):
         if runs_share and not self.runs_shares:  # the results are those of a share
             _undo(snapshot, gradients, "does something new, and would run on full batches")
         self._metrics.finish(results.call_metrics)
+        for name in self._weighting.watch(results.entries) if backwards.are_run else ():
+            self._warn(describe_undecided(name))
         if appended is not None:
             losses, loss_weights = results.losses, results.loss_weights
             appended.put(results.appended, results.weights, results.sizes, losses, loss_weights, results.batch)
@@ -378,7 +380,7 @@ class PlainRunner(MicrobatchRunner):
         if (is_alone and (self.splitter is not None or (self._num_microbatches or 1) < 2)) or self._leaves_changes:
             return
         now = self._weighting.now  # the same on all ranks
-        if not now.mixes and len(now.counts) != 1 and not self.needs_weighting_check:
+        if not now.mixes and (len(now.counts) != 1 or now.undecided) and not self.needs_weighting_check:
             count = self.count("training_step", batch) * self._sharing.size
             if self._sharing.any_rank(self._weighting.is_open(batch, count)):
                 self._leaves_changes, self.needs_weighting_check = None, True

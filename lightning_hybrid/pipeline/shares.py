@@ -22,7 +22,7 @@ from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, sizes_of,
 from lightning_hybrid.collectives.agreement import batches_differ, digest
 from lightning_hybrid.pipeline.exchange import detached
 from lightning_hybrid.pipeline.kept import AppendedEntries, Rows, merged
-from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed, keys_of
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed, keys_of, size_of
 from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, split_weight
@@ -218,6 +218,8 @@ class MicrobatchResults:
 
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the full batch, of the microbatches that have logged it."""
+        for key, entry in keyed(self.entries):
+            entry.reduce_sizes(self.reductions.get(size_of(key), ""))
         return [
             (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights, self.sizes, over))
             for key, entry in keyed(self.entries)

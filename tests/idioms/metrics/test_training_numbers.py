@@ -1,4 +1,4 @@
-"""Numbers that training steps log, under stages: sums over samples, and what only looks like one."""
+"""Numbers that training steps log: sums over samples, what only looks like one, and what is 0 at first."""
 
 import warnings
 
@@ -64,12 +64,29 @@ class Ignores(Logs):
     ignored = 1
 
 
-def trained(module_class, world=1, options=None):
+class Late(Logs):
+    """Logs counts that are 0 in the first batch, flags that differ later, and losses with batch sizes."""
+
+    def training_step(self, batch):
+        x, y = batch
+        out = self.body(x)
+        large = x.abs().sum(1) > 3
+        loss = F.cross_entropy(out, y)
+        numbers = {"any": large.any(), "all": (~large).all(), "count": large.double().sum(), "whole": large.sum()}
+        self.log_dict(numbers, on_step=True, on_epoch=True)
+        self.log("one", loss, on_step=False, on_epoch=True, batch_size=1)
+        self.log("samples", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        self.log("hits", loss, on_step=False, on_epoch=True, batch_size=int((y > 0).sum()))
+        return loss
+
+
+def trained(module_class, world=1, options=None, samples=12):
     warnings.simplefilter("ignore")
     generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(12, 4, generator=generator).double(), torch.randint(0, CLASSES, (12,), generator=generator)
-    )
+    x, y = torch.randn(14, 4, generator=generator).double(), torch.randint(0, CLASSES, (14,), generator=generator)
+    if samples != 12:
+        x[:4] /= 10
+    data = TensorDataset(x[:samples], y[:samples])
     given = dict(options or {})
     trainer = trainer_of(world, given.pop("pipeline_parallel_size", 1), max_epochs=1, strategy_options=given)
     module = module_class()
@@ -81,5 +98,23 @@ def trained(module_class, world=1, options=None):
 def test_logged_as_in_one_process(worlds, module):
     expected = trained(module)
     for found in worlds.run(2, trained, module, 2, {"pipeline_parallel_size": 2, "num_microbatches": 2}):
+        for step, wanted in zip(found, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_microbatches": 2},
+        {"tensor_parallel_size": 2, "num_microbatches": 2},
+        {"pipeline_parallel_size": 2, "num_microbatches": 2},
+        {"pipeline_parallel_size": 2, "num_microbatches": 4},
+    ],
+    ids=str,
+)
+def test_numbers_that_are_zero_at_first(worlds, options):
+    expected = trained(Late, samples=14)
+    world = len(options)
+    for found in worlds.run(world, trained, Late, world, options, 14):
         for step, wanted in zip(found, expected, strict=True):
             assert step == pytest.approx(wanted, rel=1e-6)
