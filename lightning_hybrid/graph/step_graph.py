@@ -73,9 +73,9 @@ class Node:
     averages: Averages = ""  # kind of average over the batch, or of a factor of it (``batch.means``); empty if none
 
     @property
-    def unit(self) -> str | None:
-        """FQN of the unit that this node calls, or None for an operation of the glue code."""
-        return self.name[1:] if self.name.startswith("@") else None
+    def unit(self) -> str:
+        """FQN of the unit that this node calls; empty for an operation of the glue code."""
+        return self.name[1:] if self.name.startswith("@") else ""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class StepGraph:
 
     def _has_rows(self, node: Node, made: int, of_samples: Set[int]) -> bool:
         """Whether a result has rows of samples, if these inputs have."""
-        if node.unit is not None:
+        if node.unit:
             return True
         if node.name in REARRANGED:
             return bool(node.inputs) and all(one in of_samples for one in node.inputs)
@@ -143,4 +143,4 @@ class StepGraph:
 
     def units(self) -> list[str]:
         """FQNs of the units called, in order of their first call."""
-        return list(dict.fromkeys(node.unit for node in self.nodes if node.unit is not None))
+        return list(dict.fromkeys(node.unit for node in self.nodes if node.unit))
