@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.graph.step_graph import Averages, Node, StepGraph
+from lightning_hybrid.graph.step_graph import REARRANGED, Averages, Node, StepGraph
 from lightning_hybrid.step.objects.names import CASTS, names
 from lightning_hybrid.step.objects.pytree import flatten
 
@@ -32,10 +32,7 @@ _CONTRACTIONS = SUMS | {"matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "
 # By an operand that is no value of the model: the same in each microbatch, unless it is computed from the batch.
 SCALED = frozenset({"neg", "__neg__", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"})
 _ADDED = frozenset({"add", "__add__", "__radd__"})
-REARRANGED = frozenset(
-    {"stack", "cat", "view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "t", "transpose"}
-    | {"permute", "get_T", "get_mT", "diag", "diagonal", "__getitem__"}
-)
+_REARRANGED = REARRANGED | {"diag", "diagonal", "__getitem__"}
 
 
 _EXTREMES = {"max": "max", "amax": "max", "any": "max", "min": "min", "amin": "min", "all": "min"}
@@ -52,11 +49,8 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
     if len(node.inputs) > 1 and node.averages != "sum":  # a loss may compare two values of the model
         return ""
     shape = graph.values[node.inputs[0]].shape
-    made = makers.get(node.inputs[0])
-    if not size or not shape or shape[0] % size or (made is not None and made.name in ("stack", "cat")):
-        return ""
-    if node.inputs[0] not in graph.of_units:
-        return ""  # of parameters alone: equal in all microbatches
+    if not size or not shape or shape[0] % size or node.inputs[0] not in graph.of_samples:
+        return ""  # of parameters or scalars alone
     return "sum" if node.name in SUMS or node.averages == "sum" else _EXTREMES.get(node.name, "")
 
 
@@ -97,16 +91,16 @@ def is_sum_over_samples(value: int, local: StepGraph, full: StepGraph, pairs: Ma
             return False
         if node.name in _CONTRACTIONS or node.averages == "sum":
             return all(has_samples(one) for one in node.inputs)
-        if node.name not in _ADDED | REARRANGED | IDENTITIES | SCALED or not all(map(is_total, node.inputs)):
+        if node.name not in _ADDED | _REARRANGED | IDENTITIES | SCALED or not all(map(is_total, node.inputs)):
             return False
         if node.name in SCALED and node.averages:
             return False
         if node.name in _ADDED:
             return len(node.inputs) > 1  # otherwise the other term is no value of the model
-        if node.name in REARRANGED and len(node.inputs) > 1:
+        if node.name in _REARRANGED and len(node.inputs) > 1:
             sizes = [math.prod(full.values[one].shape) for one in node.inputs]
             return sum(sizes) == math.prod(full.values[made].shape)  # otherwise it contains other terms
-        return len(node.inputs) == 1 or node.name in REARRANGED
+        return len(node.inputs) == 1 or node.name in _REARRANGED
 
     return is_total(value)
 
@@ -235,7 +229,7 @@ def _signature(name: str) -> inspect.Signature:
 _PRODUCTS = PRODUCTS | {"mul_", "__imul__"}
 _LINEAR = (
     IDENTITIES
-    | REARRANGED
+    | _REARRANGED
     | {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg", "__neg__", "sum", "mean", "add_", "__iadd__"}
     | _PRODUCTS
     | {"unbind", "item"}

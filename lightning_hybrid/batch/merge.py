@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.objects.pytree import children_of, flatten, mapping_like
@@ -29,6 +30,16 @@ class Argument(NamedTuple):
     name: str  # name of the argument, or its position in digits
 
 
+class Leaf(NamedTuple):
+    """A number that a step returns, or appends to a list."""
+
+    place: str  # ``RETURNED``, or "appends to" and the list
+    entry: int  # number of the entry among those that the step appends; 0 for what it returns
+    path: str  # its place in the containers of the entry
+
+
+RETURNED = "returns a value"  # the place of what a step returns
+
 # How numbers of parts make that of the whole, where it is no mean.
 REDUCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "max": max, "min": min}
 
@@ -43,6 +54,22 @@ def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int 
     if len(outputs) == 1:
         return outputs[0]
     return _Merger(tuple(weights), tuple(counts), step).of(list(outputs))
+
+
+def numbers_in(value: Any) -> dict[str, Any]:
+    """The numbers in the containers of a value, by their path."""
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0] if is_number(leaf)}
+
+
+def with_numbers(joined: Any, outputs: Sequence[Any], batch: Microbatches, place: str, entry: int = 0) -> Any:
+    """The joined outputs of microbatches, with the numbers whose reduction was measured; see ``Leaf``."""
+    columns = [numbers_in(output) for output in outputs]
+    found = {}
+    for path in columns[0] if all(column.keys() == columns[0].keys() for column in columns) else ():
+        column = dict(enumerate(each[path] for each in columns))
+        if (number := batch.number_of(Leaf(place, entry, path), column)) is not None:
+            found[path] = number
+    return tree_map_with_path(lambda path, leaf: found.get(keystr(path), leaf), joined) if found else joined
 
 
 @dataclass
@@ -63,14 +90,15 @@ class Microbatches:
     by_samples: frozenset[Any] = frozenset()
     guessed: set[Argument] = field(default_factory=set, init=False)
 
-    def number_of(self, argument: Argument, column: Mapping[int, Any]) -> Any:
+    def number_of(self, argument: Argument | Leaf, column: Mapping[int, Any]) -> Any:
         """A number of the full batch from its microbatches', as measured; None for other arguments and other kinds."""
         numbers = list(column.values())
         if not all(map(is_number, numbers)):
             return None
         how = self.reductions.get(argument)
         if how is None:
-            self.guessed.add(argument)
+            if isinstance(argument, Argument):
+                self.guessed.add(argument)
             return None
         if (diverged := next((number for number in numbers if number != number), None)) is not None and how != "mean":
             return diverged

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.batch.means import SCALED, is_linear, reduction_of
-from lightning_hybrid.batch.merge import Argument, Microbatches
+from lightning_hybrid.batch.merge import Argument, Leaf, Microbatches
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
@@ -200,7 +200,7 @@ class BatchScalars(Microbatches):
         index = _index_of(column)
         return None if index is None else self.value(index)
 
-    def number_of(self, argument: Argument, column: Mapping[int, Any]) -> Any:
+    def number_of(self, argument: Argument | Leaf, column: Mapping[int, Any]) -> Any:
         """The number of the full batch as measured, where the graph has none of another kind than a mean."""
         index = _index_of(column.values())
         return super().number_of(argument, column) if index is None or self.is_mean(index) else None

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
+# Operations whose result has all elements of their inputs, in another shape or order.
+REARRANGED = frozenset(
+    {"stack", "cat", "view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "t", "transpose"}
+    | {"permute", "get_T", "get_mT"}
+)
 SINK = "metric:"  # prefix of the pseudo-parameters that stand for the state of a metric
 
 
@@ -96,12 +101,35 @@ class StepGraph:
         return {output: node for node in reversed(self.nodes) for output in node.outputs}
 
     @cached_property
-    def of_units(self) -> frozenset[int]:
-        """The values that depend on the result of a unit, and so on the samples."""
+    def of_samples(self) -> frozenset[int]:
+        """The values with rows of samples: the results of units, and what operations make of these row by row.
+
+        A stack of losses is none, nor is a mean over the rows; where shapes leave it open, the rows are taken as kept.
+        """
         found: set[int] = set()
         for node in self.nodes:
-            if node.unit or not found.isdisjoint(node.inputs):
-                found.update(value for value in node.outputs if self.makers[value] is node)
+            for made in node.outputs:
+                if self.values[made].shape and self.makers[made] is node and self._has_rows(node, made, found):
+                    found.add(made)
+        return frozenset(found)
+
+    def _has_rows(self, node: Node, made: int, of_samples: Set[int]) -> bool:
+        """Whether a result has rows of samples, if these inputs have."""
+        if node.unit:
+            return True
+        if node.name in REARRANGED:
+            return bool(node.inputs) and all(one in of_samples for one in node.inputs)
+        value = self.values[made]
+        given = [self.values[one].shape for one in node.inputs if one in of_samples]
+        rest = value.shape[1:]
+        return any(value.dynamic or value.shape[0] == each[0] or rest == each[1:] != () for each in given)
+
+    def dependents(self, nodes: Set[int]) -> frozenset[int]:
+        """The values that depend on the results of some nodes, these included."""
+        found: set[int] = set()
+        for node in self.nodes:
+            if node.index in nodes or not found.isdisjoint((*node.inputs, *node.reads)):
+                found.update(node.outputs)
         return frozenset(found)
 
     @cached_property

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.batch.means import reduction_of
-from lightning_hybrid.batch.merge import Argument, join
+from lightning_hybrid.batch.merge import Argument, Leaf, join
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.scalars import BatchScalars
 from lightning_hybrid.collectives.agreement import NumberExchange, digest
@@ -23,7 +23,8 @@ from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.full_batch import SideEffectRun
 from lightning_hybrid.pipeline.kept import AppendedEntries
-from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, describe_unexplained, keyed
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, describe_unexplained, keyed, size_of
+from lightning_hybrid.pipeline.means import MeanWeights
 from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan
@@ -49,11 +50,12 @@ class StepResultExchange:
         weights: Sequence[float],
         metrics: FullBatchMetrics,
         weighting: LossWeighting,
+        shares: MeanWeights,
     ) -> None:
-        """Prepare the exchange."""
+        """Prepare the exchange; ``shares`` weigh recorded means by another count than samples."""
         self._plan, self._call, self._given, self._sizes = plan, call, given, given.sizes
         self._metrics, self._log_run = metrics, given.log_run
-        self._weighting, self._measured = weighting, dict(weighting.reductions)
+        self._weighting, self._shares, self._measured = weighting, shares, dict(weighting.reductions)
         self._reads = () if given.log_run is None else given.log_run.reads
         self._group, self._device = plan.group, plan.randomness.device
         self._logs, self._weights, self._variants = logs, weights, given.variants
@@ -83,6 +85,10 @@ class StepResultExchange:
         self._entries = self._logs.entries()
         scalars = [runs[index].scalars for index in range(len(runs))]
         graphs = [variant.assignment.graph for variant in self._variants]
+        # What depends on weighted means has other values than those measured: the graph tells how it is made.
+        weighted = graphs[0].dependents(frozenset[int]().union(*self._shares)) if any(self._shares) else ()
+        for key in [key for key, entry in keyed(self._entries) if entry.value in weighted]:
+            self._measured.pop(key, None)
         measured = self._measured, self._weighting.keys
         batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs, *measured)
         self._metrics.finish_all(batch)
@@ -148,7 +154,7 @@ class StepResultExchange:
         }
         return frozenset(self._combined_keys - known)
 
-    def warnings(self) -> list[tuple[Key | Argument, str]]:
+    def warnings(self) -> list[tuple[Key | Argument | Leaf, str]]:
         """Warnings about numbers that are means over microbatches, and are known to be others of the batch, by key.
 
         What is logged is known on all ranks, an argument on the rank that calls its metric.
@@ -177,6 +183,7 @@ class StepResultExchange:
             if not is_known(of_batch):
                 self._combined_keys.add(key)
                 of_batch = self._combined(key, entry.with_values(values, entry.sizes))
+            entry.reduce_sizes(self._measured.get(size_of(key), ""))
             logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, numbers, strict=False):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.batch.merge import join
+from lightning_hybrid.batch.merge import Microbatches, join, with_numbers
 from lightning_hybrid.step.module_state.snapshots import AttributePath, can_restore, reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves, tensors_inside
 from lightning_hybrid.step.objects.tensors import as_plain_tensor, detached_leaf, storage_id
@@ -25,6 +25,9 @@ from lightning_hybrid.step.recording.kept import ListPath, RecordedCall, find_li
 from lightning_hybrid.step.standins.numbers import AbsentFloat
 
 Rows: TypeAlias = dict[ListPath, list[list[Any]]]  # the entries that each microbatch has appended
+
+
+_UNMEASURED = Microbatches((), ())
 
 
 class AppendedEntries:
@@ -74,15 +77,16 @@ class AppendedEntries:
         sizes: Sequence[int | None],
         losses: Sequence[float | None] = (),
         loss_weights: Sequence[float] = (),
+        numbers: Microbatches = _UNMEASURED,
     ) -> None:
         """Replace the appended entries by entries joined over all microbatches, other ranks' too.
 
-        Entries that equal the ``losses`` are joined by ``loss_weights``.
+        Entries that equal the ``losses`` are joined by ``loss_weights``; ``numbers`` tells what is known of others.
         """
 
-        def joined_of(column: list[Any]) -> Any:
+        def joined_of(path: ListPath, index: int, column: list[Any]) -> Any:
             if not _are_equal(list(map(_number, column)), losses):
-                return join(column, weights, sizes)
+                return with_numbers(join(column, weights, sizes), column, numbers, place_of(path), index)
             present = [index for index, weight in enumerate(loss_weights) if weight]
             entries, shares = [column[index] for index in present], [loss_weights[index] for index in present]
             return join(entries, shares, [sizes[index] for index in present])
@@ -97,8 +101,15 @@ class AppendedEntries:
                 # An entry per sample.
                 joined = [entry for entries in of_each for entry in entries]
             else:
-                joined = [joined_of(list(column)) for column in zip(*of_each, strict=True)]
+                columns = enumerate(zip(*of_each, strict=True))
+                joined = [joined_of(path, index, list(column)) for index, column in columns]
             lists[path][self._before.get(path, 0) :] = joined
+
+
+def place_of(path: ListPath) -> str:
+    """The place of the entries of a list, as in ``Leaf``."""
+    fqn, name, key = path
+    return "appends to " + ".".join(filter(None, ("self", fqn, name))) + ("" if key is None else f"[{key!r}]")
 
 
 def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:

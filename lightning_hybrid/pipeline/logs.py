@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid import patching
-from lightning_hybrid.batch.merge import REDUCTIONS, Argument
+from lightning_hybrid.batch.merge import REDUCTIONS, Argument, Leaf
 from lightning_hybrid.step.standins.marks import mark_in_any_run
 from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -51,6 +51,7 @@ class Entry:
     origin: Any = None  # the call of a metric that has returned the logged value, if one has
     is_python: bool = False  # whether a Python number was logged
     is_integer: bool = False  # whether an integer tensor was logged: a count
+    is_bool: bool = False  # whether a tensor of bool was logged, which has no mean
 
     @property
     def is_number(self) -> bool:
@@ -93,8 +94,8 @@ class Entry:
 
     def _known_reduction(self, counts: Sequence[int | None], values: Sequence[float]) -> str:
         """How a number that no analysis has explained depends on the samples; "" for a mean."""
-        if self.is_integer:
-            return "sum"
+        if self.is_integer or self.is_bool:
+            return "sum" if self.is_integer else "max"
         # What no analysis has explained is taken for what its reduction makes: `x.max().item()` with "max".
         by_name = self.how if self.value is None and self.how in ("sum", "max", "min") else ""
         if not self.is_python:
@@ -113,6 +114,12 @@ class Entry:
         """A copy of the entry with the values and sizes of other microbatches."""
         return replace(self, values=values, sizes=sizes)
 
+    def reduce_sizes(self, how: str) -> None:
+        """Combine the batch sizes of the microbatches where they are known to be no sum: a constant is equal in all."""
+        sizes = [size for size in self.sizes if size is not None]
+        if sizes and how not in ("", "sum"):
+            self.sizes = [REDUCTIONS.get(how, max)(sizes)]
+
     def total_kwargs(self) -> dict[str, Any]:
         """Arguments of one ``log`` call for all microbatches: the batch sizes are summed."""
         sizes = [size for size in self.sizes if size is not None]
@@ -124,7 +131,12 @@ def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
     return zip(keys_of(entry.name for entry in entries), entries, strict=True)
 
 
-def describe_unexplained(step: str, key: Key | Argument, full: float, mean: float) -> str:
+def size_of(key: Key) -> Leaf:
+    """The batch size that is given with a logged number."""
+    return Leaf("logs with a batch_size", key[1], key[0])
+
+
+def describe_unexplained(step: str, key: Key | Argument | Leaf, full: float, mean: float) -> str:
     """The warning about a number, logged or given to a metric, that the numbers of its batch's parts do not give."""
     made = f"logs {key[0]!r}"
     if isinstance(key, Argument):
@@ -134,6 +146,15 @@ def describe_unexplained(step: str, key: Key | Argument, full: float, mean: floa
         " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is taken."
         " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
         " values are those of the batch, or pass num_microbatches=1 (docs/semantics/logging_and_metrics.md)"
+    )
+
+
+def describe_undecided(name: str) -> str:
+    """The warning about a logged number of which no batch has shown how microbatches make it."""
+    return (
+        f"training_step logs {name!r}, which was 0 or true in all batches that were compared with their microbatches,"
+        " and is not now: this number may be that of a microbatch. The next batch shows how they make it"
+        " (docs/semantics/logging_and_metrics.md)"
     )
 
 
@@ -164,7 +185,7 @@ class LogCapture:
                     entries[key] = replace(one, values=values, guesses=guesses, sizes=[None] * self._count)
                 entry = entries[key]
                 entry.kwargs, entry.value, entry.origin = one.kwargs, one.value, one.origin
-                entry.is_python, entry.is_integer = one.is_python, one.is_integer
+                entry.is_python, entry.is_integer, entry.is_bool = one.is_python, one.is_integer, one.is_bool
                 entry.values[index], entry.guesses[index] = one.values[0], one.guesses[0]
                 entry.sizes[index] = one.sizes[0]
         return list(entries.values())
@@ -183,6 +204,7 @@ class LogCapture:
             origin=origin,
             is_python=not is_tensor and metric is None,
             is_integer=is_tensor and value.dtype is not torch.bool and not value.is_floating_point(),
+            is_bool=is_tensor and value.dtype is torch.bool,
         )
 
 

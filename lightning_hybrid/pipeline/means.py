@@ -27,6 +27,7 @@ from lightning_hybrid.batch.means import (
     picked_rows,
     reached_by,
 )
+from lightning_hybrid.batch.merge import REDUCTIONS
 from lightning_hybrid.batch.split import (
     BatchSplitter,
     batch_size_of,
@@ -37,10 +38,11 @@ from lightning_hybrid.batch.split import (
 )
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.pipeline.full_batch import differ
-from lightning_hybrid.pipeline.logs import LogCapture
-from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as, undone_runs
+from lightning_hybrid.pipeline.logs import Entry, LogCapture, keyed
+from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
+from lightning_hybrid.pipeline.undone import undone_runs
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside
@@ -388,15 +390,27 @@ class LossWeightFinder:
         """Set up for the user's ``splitter`` of batches; ``inform`` prints a message on the first rank."""
         self.now = LossWeighting()
         self._splitter, self._inform = splitter, inform
-        self._tried = set[Count]()
+        self._tried, self._compared = set[Count](), 0
 
     def is_open(self, batch: Any, count: int) -> bool:
         """Whether a batch can show a weighting that is not known yet."""
         if not self._can_be_split(batch, count):
             return False
+        if self.now.undecided and self._compared < _MAX_TRIED:
+            return True
         if self.now.counts:
             return weights_differ(self.now.counts, split(batch, count, self._splitter)[0])
         return len(self._tried) < _MAX_TRIED and bool(self._new_masks(batch, count))
+
+    def watch(self, entries: Sequence[Entry]) -> list[str]:
+        """Compare another batch where numbers differ that were undecided so far; the names of these numbers."""
+        undecided, found = self.now.undecided, []
+        for key, entry in keyed(entries) if undecided else ():
+            made = {REDUCTIONS[how](entry.values) for how in undecided.get(key, ()) if how in REDUCTIONS}
+            if len(made) > 1:
+                found.append(entry.name)
+                self._compared = min(self._compared, _MAX_TRIED - 1)
+        return found
 
     def two_parts(self, batch: Any, count: int) -> Any:
         """Two neighbours of ``count`` microbatches, as one batch; a pair with different mask counts if there is one.
@@ -411,8 +425,10 @@ class LossWeightFinder:
 
     def learn(self, found: LossWeighting, batch: Any, count: int) -> None:
         """Adopt the weighting that a batch, split into ``count``, has shown."""
+        self._compared += 1
         if self._can_be_split(batch, count):
             self._tried |= self._new_masks(batch, count)
+        before = self.now
         if found.mixes:
             self.now = found
         elif found.counts:
@@ -421,7 +437,7 @@ class LossWeightFinder:
             self.now = found._replace(counts=tuple(c for c in found.counts if c in self.now.counts) or found.counts)
         else:
             self.now = self.now._replace(counts=self.now.counts[:1])
-        self.now = self.now._replace(reductions=found.reductions or self.now.reductions)
+        self.now = self.now._replace(reductions=before.reductions, candidates=before.candidates).with_evidence(found)
 
     def _can_be_split(self, batch: Any, count: int) -> bool:
         size = batch_size_of(batch)

@@ -12,9 +12,8 @@ so their microbatches need not add up to the batch even where the losses do. Bot
 from __future__ import annotations
 
 import contextlib
-import io
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,19 +21,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
-from lightning_hybrid.batch.merge import Argument
+from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.metrics import FullBatchMetrics
-from lightning_hybrid.batch.split import BatchSplitter, copied_batch, split, split_unevenly
-from lightning_hybrid.equivalence.deterministic import WithoutDropoutMode
+from lightning_hybrid.batch.split import BatchSplitter, copied_batch, sizes_of, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
-from lightning_hybrid.params.gradient_hooks import without_registrations
-from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
+from lightning_hybrid.pipeline.left import Left, LeftValues, joined_tensors, numbers_of
+from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed, size_of
+from lightning_hybrid.pipeline.reasons import describe_difference, describe_lost, describe_mixing, describe_scaled
 from lightning_hybrid.pipeline.runtime.gradients import without_hooks
-from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
-from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.pipeline.undone import UndoneRuns, undone_runs
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.recording.units import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import find_loss
@@ -53,7 +50,7 @@ class LossWeighting(NamedTuple):
     # counts by which parts weigh; several if they have agreed so far; by samples if empty
     counts: tuple[Count, ...] = ()
     # logged keys, and arguments of metrics, that weigh by samples even so
-    keys: frozenset[Key | Argument] = frozenset()
+    keys: frozenset[Key | Argument | Leaf] = frozenset()
     # the loss of the batch, and the mean of its parts' losses by samples, if they differ
     differing: tuple[float, float] | None = None
     loss: Mean | None = None  # the losses of the batch and its parts; None where they could not be computed
@@ -62,24 +59,45 @@ class LossWeighting(NamedTuple):
     scales_gradients: bool | None = None
     # the norms of the gradients of the batch, and of its parts' joint gradients, if no weights give the former
     norms: tuple[float, float] | None = None
+    lost: str = ""  # what the batch leaves, and no combination of what its parts leave
     scaled: str = ""  # the name of an embedding that divides gradients by counts over the batch, if there is one
     # how parts make a number of the batch, logged or given to a metric: "mean", "sum", "max" or "min"
-    reductions: tuple[tuple[Key | Argument, str], ...] = ()
+    reductions: tuple[tuple[Key | Argument | Leaf, str], ...] = ()
+    # in which of these ways it may be, as far as batches have shown
+    candidates: tuple[tuple[Key | Argument | Leaf, tuple[str, ...]], ...] = ()
     # other such numbers: the batch's, and the mean over parts
-    unexplained: tuple[tuple[Key | Argument, float, float], ...] = ()
+    unexplained: tuple[tuple[Key | Argument | Leaf, float, float], ...] = ()
 
     @property
     def mixes(self) -> bool:
         """Whether no weights of parts give the loss of the batch, or its gradients."""
-        return bool(self.scaled) or self.norms is not None or (self.differing is not None and not self.counts)
+        return (
+            bool(self.scaled or self.lost) or self.norms is not None or (self.differing is not None and not self.counts)
+        )
+
+    @property
+    def undecided(self) -> Mapping[Key | Argument | Leaf, tuple[str, ...]]:
+        """The numbers of which another batch must show how parts make them: they were 0, or true in all."""
+        return {key: how for key, how in self.candidates if len(how) > 1 and not _is_decided(how)}
+
+    def with_evidence(self, other: LossWeighting) -> LossWeighting:
+        """The same weighting, with what another comparison has shown about numbers."""
+        known = dict(self.candidates)
+        candidates = {key: tuple(h for h in how if h in known.get(key, how)) or how for key, how in other.candidates}
+        candidates = {**known, **candidates}
+        decided = {key: how[0] for key, how in candidates.items() if _is_decided(how)}
+        reductions = {**dict(other.reductions), **dict(self.reductions), **decided}
+        return self._replace(candidates=tuple(candidates.items()), reductions=tuple(reductions.items()))
 
     def why_unsplit(self) -> str:
         """The warning where no weights are right; empty otherwise."""
         if self.scaled:
-            return _describe_scaled(self.scaled)
+            return describe_scaled(self.scaled)
+        if self.lost:
+            return describe_lost(self.lost)
         if self.norms is not None:
-            return _describe_difference(self.norms)
-        return _describe_mixing(self.differing) if self.mixes and self.differing is not None else ""
+            return describe_difference(self.norms)
+        return describe_mixing(self.differing) if self.mixes and self.differing is not None else ""
 
     def describe(self, batch: Any) -> str:
         """The weighting by a count, for messages, with the place of its tensor in a batch."""
@@ -95,16 +113,20 @@ def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) ->
     rows: list[LossWeighting] = [local] * dist.get_world_size(group)
     dist.all_gather_object(rows, local, group=group)
     found = next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), local)
+    for row in rows:
+        found = found.with_evidence(row)
     ways = {row.scales_gradients for row in rows} - {None}
     return found._replace(scales_gradients=ways.pop() if len(ways) == 1 else None)
 
 
 class _Result(NamedTuple):
-    """What a part of a batch gives: its loss, the dtype of its rounding, and numbers that it logs or gives metrics."""
+    """What a part of a batch gives: its loss, the dtype of its rounding, numbers that it logs or gives metrics."""
 
     loss: float
     dtype: torch.dtype
-    logs: dict[Key | Argument, float]
+    logs: dict[Key | Argument | Leaf, float]
+    left: Left  # what it leaves for other code
+    flags: frozenset[Key]  # what it logs as bool
 
 
 @dataclass(frozen=True)
@@ -123,6 +145,7 @@ class Comparison:
     around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # entered around each backward
     # copies of these are called inside of a step; what they return is no mean over parts
     metrics: FullBatchMetrics = field(default_factory=FullBatchMetrics)
+    left: LeftValues = field(default_factory=LeftValues)  # of what the step leaves for other code
 
     def measure(self, batch: Any, count: int, splitter: BatchSplitter | None) -> LossWeighting:
         """Measure how ``count`` parts of a batch weigh in its loss; by samples also where it cannot be measured.
@@ -145,26 +168,42 @@ class Comparison:
         dtype = found[0].dtype
         sample_weights = [weights for _, weights in partitions]
         mean = _mean([one.loss for one in found], sample_weights)
-        keys = frozenset[Key | Argument].intersection(*(frozenset(one.logs) for one in found))
+        for one, numbers in zip(found, numbers_of([one.left for one in found]), strict=True):
+            one.logs.update(numbers.items())
+        keys = frozenset[Key | Argument | Leaf].intersection(*(frozenset(one.logs) for one in found))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
         hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
+        hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
-        reductions = tuple((key, how[0]) for key, how in hows.items() if len(how) == 1 or (how and "sum" not in how))
+        reductions = tuple((key, how[0]) for key, how in hows.items() if _is_decided(how))
+        shown = LossWeighting(reductions=reductions, candidates=tuple((key, tuple(how)) for key, how in hows.items()))
         unexplained = tuple(
             (key, logged[key].full, _mean_of(logged[key], sample_weights)) for key in hows if not hows[key]
         )
         counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
+        lost = self._lost([one.left for one in found], partitions[0], dtype)
         if not counts:
-            return LossWeighting(differing=differing, loss=mean, reductions=reductions, unexplained=unexplained)
+            return _without_leaves(shown._replace(differing=differing, loss=mean, unexplained=unexplained, lost=lost))
         count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
-        def is_by_samples(key: Key | Argument) -> bool:
+        def is_by_samples(key: Key | Argument | Leaf) -> bool:
             by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
             return not by_samples and bool(by_counts)
 
-        unexplained = tuple(each for each in unexplained if error_bound(logged[each[0]], count_weights, dtype))
+        by_counts = [each for each in unexplained if not error_bound(logged[each[0]], count_weights, dtype)]
+        reductions += tuple((key, "mean") for key, *_ in by_counts)
+        unexplained = tuple(each for each in unexplained if each not in by_counts)
         by_samples = frozenset(filter(is_by_samples, keys))
-        return LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
+        weighting = LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
+        return _without_leaves(weighting._replace(candidates=shown.candidates, lost=lost))
+
+    def _lost(self, left: Sequence[Left], partition: tuple[Sequence[Any], Sequence[float]], dtype: torch.dtype) -> str:
+        """A tensor that the batch leaves, and its parts as joined do not; "" if there is none."""
+        parts, weights = partition
+        for place, one, other in joined_tensors(left[0], left[1 : 1 + len(parts)], weights, sizes_of(parts)):
+            if one.shape != other.shape or not is_close(one, other, dtype):
+                return f"{place} of shape {list(one.shape)} for a batch"
+        return ""
 
     def _results(
         self,
@@ -186,11 +225,14 @@ class Comparison:
                 for parts in partitions:
                     of_parts = []
                     for part in parts:
-                        loss, dtype, logs = self._run(part, with_graph=with_graph)
+                        self.left.begin()
+                        loss, dtype, logs, output = self._run(part, with_graph=with_graph)
                         if not isinstance(loss, Tensor) or loss.numel() != 1:
                             return None
                         numbers = _numbers(logs, self.metrics.take_numbers())
-                        of_parts.append(_Result(float(loss.detach()), dtype, numbers))
+                        of_parts.append(
+                            _Result(float(loss.detach()), dtype, numbers, self.left.of(output), _flags(logs))
+                        )
                     found += of_parts
                 if not before.are_unchanged():
                     return None
@@ -203,8 +245,8 @@ class Comparison:
             return self._results(partitions, count, with_graph=True, trains_root=trains_root)
         return found or None
 
-    def _run(self, part: Any, *, with_graph: bool) -> tuple[Any, torch.dtype, LogCapture]:
-        """Run the step; its loss, the dtype of its rounding, and what it logs."""
+    def _run(self, part: Any, *, with_graph: bool) -> tuple[Any, torch.dtype, LogCapture, Any]:
+        """Run the step; its loss, the dtype of its rounding, what it logs, and its output."""
         logs = LogCapture(1)
         self.metrics.take_numbers()  # of a run that has failed
         with (
@@ -213,8 +255,9 @@ class Comparison:
             logs.microbatch(self.root, 0, self.metrics.origin),
             self.metrics.microbatch(0, is_full=False),
         ):
-            loss = find_loss(self.step(part))
-            return loss, rounded_as(loss) if isinstance(loss, Tensor) else torch.float32, logs
+            output = self.step(part)
+            loss = find_loss(output)
+            return loss, rounded_as(loss) if isinstance(loss, Tensor) else torch.float32, logs, output
 
     def with_gradients(
         self,
@@ -264,7 +307,7 @@ class Comparison:
 
     def _gradients(self, parameters: Sequence[nn.Parameter], part: Any, seed: float) -> list[Tensor | None]:
         """The gradients in the shapes of the parameters, if the gradient of the loss is ``seed``."""
-        loss, dtype, _ = self._run(copied_batch(part), with_graph=True)
+        loss, dtype, *_ = self._run(copied_batch(part), with_graph=True)
         if dtype is torch.float16:
             raise TypeError("gradients of half precision are too coarse for a comparison")
         with self.around_backward():
@@ -316,75 +359,34 @@ class Comparison:
         return by_loss[0] <= near, by_gradient[0] <= near, (norm, min(by_loss, by_gradient)[1])
 
 
-class UndoneRuns:
-    """Runs of a step whose effects are undone; see ``undone_runs``."""
-
-    def __init__(
-        self, root: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter], trained: Collection[nn.Module]
-    ) -> None:
-        switched = (m for m in root.modules() if isinstance(m, _NormBase) or m not in trained)
-        self._switched = [module for module in switched if module.training]
-        self._start, self._generators = StepSnapshot(root, copied=math.inf), GeneratorStates(device)
-        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        self._begin()
-
-    def are_unchanged(self) -> bool:
-        """Whether no run has drawn random numbers."""
-        return self._generators.are_unchanged()
-
-    def undo(self) -> bool:
-        """Undo a run; returns whether none has drawn random numbers."""
-        self._start.restore()
-        self._begin()
-        return self.are_unchanged()
-
-    def _begin(self) -> None:
-        for module in self._switched:
-            module.training = False
-        for parameter, _ in self._gradients:
-            parameter.grad = None
-
-    def end(self) -> None:
-        """Undo the last run, and give modules and parameters back what they had."""
-        self._start.restore()
-        for module in self._switched:
-            module.training = True
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def undone_runs(
-    root: nn.Module,
-    randomness: KeyedRandomness,
-    parameters: Sequence[nn.Parameter] = (),
-    *,
-    trains: bool = True,
-    trains_root: bool = True,
-) -> Iterator[UndoneRuns]:
-    """Run steps inside without prints; their effects, also on gradients of ``parameters``, are undone.
-
-    Dropout is off, and layers that normalize over samples use their running statistics; all modules are in eval mode
-    unless the step ``trains``, but the user's own one if only this ``trains_root``.
-    """
-    quiet = contextlib.redirect_stdout(io.StringIO())
-    dropout = WithoutDropoutMode() if trains or trains_root else contextlib.nullcontext()
-    trained = frozenset(root.modules()) if trains else frozenset({root} if trains_root else ())
-    with randomness.isolated(), dropout, quiet, without_registrations(root):
-        runs = UndoneRuns(root, randomness.device, parameters, trained)
-        try:
-            yield runs
-        finally:
-            runs.end()
-
-
 def _norm(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None else float(gradient.detach().double().norm())
 
 
-def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Key | Argument, float]:
+def _is_decided(hows: Sequence[str]) -> bool:
+    """Whether these ways to make a number tell it: what is equal in all is any, but zeros are sums too."""
+    return len(hows) == 1 or ("mean" in hows and "sum" not in hows)
+
+
+def _flags(logs: LogCapture) -> frozenset[Key]:
+    return frozenset(key for key, entry in keyed(logs.entries()) if entry.is_bool)
+
+
+def _without_leaves(weighting: LossWeighting) -> LossWeighting:
+    """The weighting of a step which does not leave what is unexplained, as its batches are not split then."""
+    lost, unexplained = weighting.lost, []
+    for each in weighting.unexplained:
+        if isinstance(each[0], Leaf):
+            lost = lost or f"{each[0].place}{each[0].path}, which is {each[1]:.6g} for a batch"
+        else:
+            unexplained.append(each)
+    return weighting._replace(lost=lost, unexplained=tuple(unexplained))
+
+
+def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Key | Argument | Leaf, float]:
     entries = [(key, entry) for key, entry in keyed(logs.entries()) if entry.metric is None and entry.origin is None]
-    found: list[tuple[Key | Argument, float]] = [(key, entry.values[0]) for key, entry in entries]
+    found: list[tuple[Key | Argument | Leaf, float]] = [(key, entry.values[0]) for key, entry in entries]
+    found += [(size_of(key), float(size)) for key, entry in keyed(logs.entries()) for size in entry.sizes if size]
     return {key: number for key, number in (*found, *arguments.items()) if math.isfinite(number)}
 
 
@@ -426,14 +428,15 @@ def is_same(full: float, mean: float, dtype: torch.dtype) -> bool:
     return not math.isfinite(full) or math.isclose(full, mean, rel_tol=near, abs_tol=near * 1e-3)
 
 
-def _describe_mixing(found: tuple[float, float]) -> str:
-    """The warning about an objective that mixes samples: ``found`` is its loss, and the mean of its parts' losses."""
-    return (
-        f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its"
-        f" microbatches or shares is {found[1]:.6g}. So batches are not split. To train the mean over microbatches, as"
-        " gradient accumulation does, pass microbatch_weight=function(microbatch) -> its weight, such as a count of"
-        " tokens or samples (docs/semantics/losses.md)"
-    )
+def is_close(one: Tensor, other: Tensor, rounding: torch.dtype) -> bool:
+    """Whether tensors of one shape are equal but for rounding at their largest element."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    if not one.numel() or torch.equal(one.isnan(), other.isnan()) is False:
+        return not one.numel()
+    one, other = one.double().nan_to_num(), other.double().nan_to_num()
+    scale = float(one.abs().max())
+    return is_same(scale + float((one - other).abs().max()), scale, rounding)
 
 
 def describe_uncompared() -> str:
@@ -442,21 +445,4 @@ def describe_uncompared() -> str:
         "the backward of training_step runs an autograd function or a hook of yours, and there is no memory to compare"
         " the gradients of two samples with those of each: they are trained as if it were linear, or added a gradient"
         " of its own (docs/semantics/losses.md)"
-    )
-
-
-def _describe_difference(norms: tuple[float, float]) -> str:
-    """The warning about gradients that no weights of microbatches give; ``norms`` as in ``LossWeighting``."""
-    return (
-        "the backward of training_step runs an autograd function or a hook of yours that is not linear: the norm of the"
-        f" gradients of a batch is {norms[0]:.6g}, that of its microbatches or shares {norms[1]:.6g}, and no weights of"
-        " these give the former. So batches are not split (docs/semantics/losses.md)"
-    )
-
-
-def _describe_scaled(name: str) -> str:
-    """The warning about an embedding, by its name, whose gradients are no sums over microbatches."""
-    return (
-        f"{name} divides the gradient of each index by its count in the batch (scale_grad_by_freq=True), and"
-        " microbatches have counts of their own. So batches are not split (docs/semantics/losses.md)"
     )

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.batch.merge import Argument
+from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.split import batch_size_of, check_count, copied_batch, halves, split, why_unsplit
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
-from lightning_hybrid.pipeline.logs import Key, describe_unexplained
+from lightning_hybrid.pipeline.left import LeftValues
+from lightning_hybrid.pipeline.logs import Key, describe_undecided, describe_unexplained
 from lightning_hybrid.pipeline.means import LossWeightFinder
 from lightning_hybrid.pipeline.measure import Comparison, LossWeighting, agree_on_weighting
 from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult
@@ -80,7 +81,7 @@ class PlainRunner(MicrobatchRunner):
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
-        self._warned = set[Key | Argument]()  # numbers of a batch that its parts do not give
+        self._warned = set[Key | Argument | Leaf]()  # numbers of a batch that its parts do not give
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(self.splitter, inform)
         self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``
@@ -223,8 +224,11 @@ class PlainRunner(MicrobatchRunner):
         if runs_share and not self.runs_shares:  # the results are those of a share
             _undo(snapshot, gradients, "does something new, and would run on full batches")
         self._metrics.finish(results.call_metrics)
+        for name in self._weighting.watch(results.entries) if backwards.are_run else ():
+            self._warn(describe_undecided(name))
         if appended is not None:
-            appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
+            losses, loss_weights = results.losses, results.loss_weights
+            appended.put(results.appended, results.weights, results.sizes, losses, loss_weights, results.batch)
         loss = _as_tensor(results.loss, loop.losses)
         return StepResult(results.joined_output(call.name) if loop.outputs else loss, loss, results.logs())
 
@@ -355,7 +359,8 @@ class PlainRunner(MicrobatchRunner):
         # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
             how = self._sharing.any_rank, self._is_fatal, self.guards.off, self._metrics.calls
-            comparison = Comparison(self._root, once, self._randomness, around, *how)
+            left = LeftValues(self._root, reads_output=call.shares_output)
+            comparison = Comparison(self._root, once, self._randomness, around, *how, left)
             found = comparison.measure(batch, count, self.splitter)
             self.active.settle()  # what follows is collective, and other ranks may still gather layers
             if not has_room:
@@ -375,7 +380,7 @@ class PlainRunner(MicrobatchRunner):
         if (is_alone and (self.splitter is not None or (self._num_microbatches or 1) < 2)) or self._leaves_changes:
             return
         now = self._weighting.now  # the same on all ranks
-        if not now.mixes and len(now.counts) != 1 and not self.needs_weighting_check:
+        if not now.mixes and (len(now.counts) != 1 or now.undecided) and not self.needs_weighting_check:
             count = self.count("training_step", batch) * self._sharing.size
             if self._sharing.any_rank(self._weighting.is_open(batch, count)):
                 self._leaves_changes, self.needs_weighting_check = None, True

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.batch.merge import Argument, join
-from lightning_hybrid.batch.metrics import FullBatchMetrics, MetricCalls, Microbatches, joined_calls
+from lightning_hybrid.batch.merge import RETURNED, Argument, Leaf, Microbatches, join, with_numbers
+from lightning_hybrid.batch.metrics import FullBatchMetrics, MetricCalls, joined_calls
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, sizes_of, split
 from lightning_hybrid.collectives.agreement import batches_differ, digest
 from lightning_hybrid.pipeline.exchange import detached
 from lightning_hybrid.pipeline.kept import AppendedEntries, Rows, merged
-from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed, keys_of
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed, keys_of, size_of
 from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, split_weight
@@ -173,7 +173,7 @@ class MicrobatchResults:
     weights: list[float]  # weights of the microbatches by samples
     loss_weights: list[float]  # weights of their losses
     # logged keys, and arguments of metrics, that weigh by samples even where the loss does not
-    by_samples: frozenset[Key | Argument]
+    by_samples: frozenset[Key | Argument | Leaf]
     entries: list[Entry]  # logged entries, with a value per microbatch; ``ABSENT`` where one has not logged it
     losses: list[float | None]  # none where a microbatch has returned none
     sizes: list[int | None]  # numbers of samples
@@ -185,13 +185,21 @@ class MicrobatchResults:
     calls: frozenset[int] = frozenset()  # the lines of code that it has run
     checksum: int = 0  # checksum of the full batch
     # how microbatches make a number of the batch, where that is known
-    reductions: Mapping[Key | Argument, str] = field(default_factory=dict)
+    reductions: Mapping[Key | Argument | Leaf, str] = field(default_factory=dict)
     # calls of metrics, which these make with the full batch in the end
     metric_calls: MetricCalls = field(default_factory=dict)
 
     def joined_output(self, step: str) -> Any:
         """The output for the full batch of the step of this name."""
-        return join(self.outputs, self.weights, self.sizes, step=step) if self.outputs else None
+        if not self.outputs:
+            return None
+        joined = join(self.outputs, self.weights, self.sizes, step=step)
+        return with_numbers(joined, self.outputs, self.batch, RETURNED)
+
+    @property
+    def batch(self) -> Microbatches:
+        """How numbers of the microbatches make those of the batch."""
+        return Microbatches(self.loss_weights, self.sizes, self.reductions, self.by_samples)
 
     @property
     def loss(self) -> float | None:
@@ -202,8 +210,7 @@ class MicrobatchResults:
 
     def call_metrics(self, metrics: FullBatchMetrics) -> None:
         """Call the metrics with the full batch, and let entries have the values that they return."""
-        batch = Microbatches(self.loss_weights, self.sizes, self.reductions, self.by_samples)
-        metrics.finish_all(batch, self.metric_calls)
+        metrics.finish_all(self.batch, self.metric_calls)
         value_of = metrics.values()
         for entry in self.entries if self.metric_calls else ():
             if (value := value_of(entry.metric, entry.origin)) is not None:
@@ -211,6 +218,8 @@ class MicrobatchResults:
 
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the full batch, of the microbatches that have logged it."""
+        for key, entry in keyed(self.entries):
+            entry.reduce_sizes(self.reductions.get(size_of(key), ""))
         return [
             (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights, self.sizes, over))
             for key, entry in keyed(self.entries)
@@ -326,7 +335,7 @@ class MicrobatchLoop:
         return None if output is None else loss.detach()
 
     def results(
-        self, weights: list[float], loss_weights: list[float], by_samples: frozenset[Key | Argument]
+        self, weights: list[float], loss_weights: list[float], by_samples: frozenset[Key | Argument | Leaf]
     ) -> MicrobatchResults:
         """The results of this rank; arguments as the attributes of ``MicrobatchResults``."""
         losses = [None if loss is None else float(loss) for loss in self.losses] or [None] * len(weights)

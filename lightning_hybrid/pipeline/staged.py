@@ -204,7 +204,7 @@ class StepRunner(MicrobatchRunner):
         weighting, joins_calls = self.weighting, len(given) > 1 or self.is_comparing
         if not call.trains:
             weighting = LossWeighting(reductions=tuple(self._trials.reductions(call.name).items()))
-        exchange = StepResultExchange(self.plan, call, given, logs, weights, metrics, weighting)
+        exchange = StepResultExchange(self.plan, call, given, logs, weights, metrics, weighting, shares)
         snapshot = self._snapshot(call, given) if not call.trains or self.can_roll_back_step else None
         seeds, factors = self._seeds(call, given, weights)
         job = Job(

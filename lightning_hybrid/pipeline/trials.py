@@ -25,7 +25,7 @@ from lightning_hybrid.batch.split import BatchSplitter, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.pipeline.logs import Key, keyed
-from lightning_hybrid.pipeline.measure import is_same, reductions_of
+from lightning_hybrid.pipeline.measure import is_close, reductions_of
 from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
 from lightning_hybrid.step.module_state.snapshots import reachable_leaves
@@ -182,20 +182,10 @@ def _differences(one: Trial, other: Trial, rounding: torch.dtype) -> dict[str, s
         x, y = (torch.as_tensor(value).detach() for value in (left[what], others[what]))
         if x.shape != y.shape:
             found[what] = f"it {what}, which has shape {list(x.shape)} for some samples and {list(y.shape)}"
-        elif not _is_close(x, y, rounding):
+        elif not is_close(x, y, rounding):
             a, b = ((f"{float(t):.6g}" if t.numel() == 1 else f"up to {float(t.abs().max()):.6g}") for t in (x, y))
             found[what] = f"it {what}, which is {a} for some samples and {b}"
     return {what: f"{text} as combined from halves of them" for what, text in found.items()}
-
-
-def _is_close(one: Tensor, other: Tensor, rounding: torch.dtype) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    if not one.numel() or torch.equal(one.isnan(), other.isnan()) is False:
-        return not one.numel()
-    one, other = one.double().nan_to_num(), other.double().nan_to_num()
-    scale = float(one.abs().max())
-    return is_same(scale + float((one - other).abs().max()), scale, rounding)
 
 
 def _logs(key: Key) -> str:

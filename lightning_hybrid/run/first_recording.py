@@ -200,8 +200,6 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
     weighs_terms = uses_means and runner.has_weighted_means  # recorded means weigh each term of the loss
     if found.counts or weighed.scaled or not weighs_terms:
         found = weighed
-    # The graph tells what is logged.
-    reductions = found.reductions or tuple(each for each in measured.reductions if isinstance(each[0], Argument))
     keys = found.keys | {key for key in measured.keys if isinstance(key, Argument)}
-    found = found._replace(keys=keys, reductions=reductions, unexplained=measured.unexplained)
+    found = found._replace(keys=keys, reductions=measured.reductions, unexplained=measured.unexplained)
     return found, uses_means, not had_no_room

@@ -1,0 +1,120 @@
+"""Numbers that training steps log: sums over samples, what only looks like one, and what is 0 at first."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from harness.trainer_runs import trainer_of
+
+CLASSES = 4
+
+
+class Logs(LightningModule):
+    """Logs functions of the output of a classifier, and of its two losses."""
+
+    ignored = -100
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+        ).double()
+        self.weights = nn.Parameter(torch.tensor([0.3, -0.2]).double())
+        self.found = []
+
+    def training_step(self, batch):
+        x, y = batch
+        out = self.body(x)
+        error, entropy = out.square().mean(), F.cross_entropy(out, y, ignore_index=self.ignored)
+        both = torch.stack([error, entropy])
+        loss = (both * self.weights.exp()).sum() + self.weights.sum()
+        numbers = {
+            "weighted losses": loss,
+            "scaled losses": (both * 2).abs().sum(),
+            "one loss, several factors": (error * torch.ones(2)).sum(),
+            "means of classes": out.mean(0).sum(),
+            "squares": out.square().sum(),
+            "rows": out.abs().mean(1).sum(),
+            "hits": (out.argmax(1) == y).double().sum(),
+            "loop": torch.stack([row.square().sum() for row in out]).sum(),
+            "scaled loop": (torch.stack([row.square().sum() for row in out]) * 2).sum(),
+            "joined": torch.cat([out, out.exp()], 1).abs().sum(),
+        }
+        if self.ignored < 0:  # a warning tells of it otherwise
+            numbers["largest loss"] = (both * self.weights.exp()).max()
+        self.log_dict(numbers, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *_):
+        self.found.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Ignores(Logs):
+    """Its entropy is a mean over labels, of which microbatches have different numbers."""
+
+    ignored = 1
+
+
+class Late(Logs):
+    """Logs counts that are 0 in the first batch, flags that differ later, and losses with batch sizes."""
+
+    def training_step(self, batch):
+        x, y = batch
+        out = self.body(x)
+        large = x.abs().sum(1) > 3
+        loss = F.cross_entropy(out, y)
+        numbers = {"any": large.any(), "all": (~large).all(), "count": large.double().sum(), "whole": large.sum()}
+        self.log_dict(numbers, on_step=True, on_epoch=True)
+        self.log("one", loss, on_step=False, on_epoch=True, batch_size=1)
+        self.log("samples", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        self.log("hits", loss, on_step=False, on_epoch=True, batch_size=int((y > 0).sum()))
+        return loss
+
+
+def trained(module_class, world=1, options=None, samples=12):
+    warnings.simplefilter("ignore")
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(14, 4, generator=generator).double(), torch.randint(0, CLASSES, (14,), generator=generator)
+    if samples != 12:
+        x[:4] /= 10
+    data = TensorDataset(x[:samples], y[:samples])
+    given = dict(options or {})
+    trainer = trainer_of(world, given.pop("pipeline_parallel_size", 1), max_epochs=1, strategy_options=given)
+    module = module_class()
+    trainer.fit(module, DataLoader(data, 4))
+    return module.found
+
+
+@pytest.mark.parametrize("module", [Logs, Ignores])
+def test_logged_as_in_one_process(worlds, module):
+    expected = trained(module)
+    for found in worlds.run(2, trained, module, 2, {"pipeline_parallel_size": 2, "num_microbatches": 2}):
+        for step, wanted in zip(found, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_microbatches": 2},
+        {"tensor_parallel_size": 2, "num_microbatches": 2},
+        {"pipeline_parallel_size": 2, "num_microbatches": 2},
+        {"pipeline_parallel_size": 2, "num_microbatches": 4},
+    ],
+    ids=str,
+)
+def test_numbers_that_are_zero_at_first(worlds, options):
+    expected = trained(Late, samples=14)
+    world = len(options)
+    for found in worlds.run(world, trained, Late, world, options, 14):
+        for step, wanted in zip(found, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=1e-6)
