@@ -47,7 +47,7 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
     node = makers.get(value)
     while node is not None and node.name in IDENTITIES and len(node.inputs) == 1:
         node = makers.get(node.inputs[0])
-    if node is None or node.unit is not None or not node.inputs:
+    if node is None or node.unit or not node.inputs:
         return ""
     if len(node.inputs) > 1 and node.averages != "sum":  # a loss may compare two values of the model
         return ""
@@ -93,7 +93,7 @@ def is_sum_over_samples(value: int, local: StepGraph, full: StepGraph, pairs: Ma
         return cache[one]
 
     def sums(node: Node, made: int) -> bool:
-        if node.unit is not None or node.parameters or not node.inputs:
+        if node.unit or node.parameters or not node.inputs:
             return False
         if node.name in _CONTRACTIONS or node.averages == "sum":
             return all(has_samples(one) for one in node.inputs)
@@ -311,4 +311,4 @@ def _ancestors(value: int, graph: StepGraph) -> set[int]:
 
 def _may_differ(value: int, graph: StepGraph) -> bool:
     """Whether a value may differ between microbatches: it depends on the output of a layer."""
-    return any(graph.nodes[index].unit is not None for index in _ancestors(value, graph))
+    return any(graph.nodes[index].unit for index in _ancestors(value, graph))

@@ -118,8 +118,8 @@ def units_of(assignment: Assignment, sizes: dict[str, int]) -> list[dict[str, An
     from lightning_hybrid.graph.partition import node_cost
 
     graph = assignment.graph
-    costs: dict[tuple[int, str | None], float] = {}
-    names: dict[tuple[int, str | None], set[str]] = {}
+    costs: dict[tuple[int, str], float] = {}
+    names: dict[tuple[int, str], set[str]] = {}
     for node, stage in zip(graph.nodes, assignment.node_stage, strict=True):
         key = stage, node.unit
         costs[key] = costs.get(key, 0.0) + node_cost(node, graph)
@@ -127,7 +127,7 @@ def units_of(assignment: Assignment, sizes: dict[str, int]) -> list[dict[str, An
     total = sum(costs.values()) or 1.0
     return [
         {
-            "unit": unit,
+            "unit": unit or None,
             "stage": stage,
             **_sizes(names[stage, unit], graph.parameter_bytes, sizes),
             "cost_share": cost / total,

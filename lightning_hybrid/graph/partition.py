@@ -289,7 +289,7 @@ def _since_prepared(graph: StepGraph, node: Node, first_use: Mapping[str, int]) 
     before = graph.nodes[start : node.index]
     made = {value for earlier in before for value in earlier.outputs}
     for earlier in before:
-        if earlier.unit is not None or not made.issuperset(earlier.inputs):
+        if earlier.unit or not made.issuperset(earlier.inputs):
             return range(0)
         if not set(node.parameters).issuperset(earlier.parameters):
             return range(0)
@@ -329,7 +329,7 @@ def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Col
 
 
 def _names(node: Node) -> tuple[str, ...]:
-    return (node.unit, *node.parameters) if node.unit is not None else node.parameters
+    return (node.unit, *node.parameters) if node.unit else node.parameters
 
 
 def _covers(cut: str, name: str) -> bool:
@@ -351,7 +351,7 @@ def _updates(graph: StepGraph) -> dict[int, tuple[str, ...]]:
         made_here = [value for value in node.outputs if value not in node.inputs]
         readers = [reader for value in made_here for reader in read_by.get(value, ())]
         feeds = bool(readers) and all(reader in updating for reader in readers)
-        if node.unit is None and needed.isdisjoint(made_here) and (feeds or (node.written and not readers)):
+        if not node.unit and needed.isdisjoint(made_here) and (feeds or (node.written and not readers)):
             updating.add(node.index)
     names: dict[int, tuple[str, ...]] = {}
     maker: dict[int, int] = {}

@@ -68,9 +68,9 @@ class Node:
     averages: Averages = ""  # kind of average over the batch, or of a factor of it (``batch.means``); empty if none
 
     @property
-    def unit(self) -> str | None:
-        """FQN of the unit that this node calls, or None for an operation of the glue code."""
-        return self.name[1:] if self.name.startswith("@") else None
+    def unit(self) -> str:
+        """FQN of the unit that this node calls; empty for an operation of the glue code."""
+        return self.name[1:] if self.name.startswith("@") else ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class StepGraph:
         """The values that depend on the result of a unit, and so on the samples."""
         found: set[int] = set()
         for node in self.nodes:
-            if node.unit is not None or not found.isdisjoint(node.inputs):
+            if node.unit or not found.isdisjoint(node.inputs):
                 found.update(value for value in node.outputs if self.makers[value] is node)
         return frozenset(found)
 
@@ -115,4 +115,4 @@ class StepGraph:
 
     def units(self) -> list[str]:
         """FQNs of the units called, in order of their first call."""
-        return list(dict.fromkeys(node.unit for node in self.nodes if node.unit is not None))
+        return list(dict.fromkeys(node.unit for node in self.nodes if node.unit))

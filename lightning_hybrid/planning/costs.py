@@ -113,7 +113,7 @@ def _lists_with_routed_rows(module: nn.Module, graph: StepGraph | None) -> list[
         return [each for name, each in lists.items() if any(name.startswith(f"{other}.") for other in lists)]
     calls: dict[str, list[bool]] = {}
     for node in graph.nodes:
-        if node.unit is not None:
+        if node.unit:
             dynamic = any(graph.values[index].dynamic for index in node.inputs)
             calls.setdefault(node.unit.rpartition(".")[0], []).append(dynamic)
     return [lists[name] for name, dynamic in calls.items() if name in lists and len(dynamic) > 1 and all(dynamic)]

@@ -141,7 +141,7 @@ def message_bytes(assignment: Assignment) -> list[int]:
 
 def _saved_share(node: Node, policies: Policies) -> float:
     """The share of its inner bytes that a node saves, by the policies of the layers in it."""
-    if node.unit is None:
+    if not node.unit:
         return 1.0
     inside = [policy for fqn, policy in policies.items() if fqn == node.unit or fqn.startswith(f"{node.unit}.")]
     shares = {"keep": 1.0, "full": 0.0, "selective": SELECTIVE_SHARE}

@@ -100,7 +100,7 @@ def _layers_of_stages(plan: StagePlan) -> tuple[dict[str, nn.Module], dict[str, 
     recording, assignment = plan.first.recording, plan.first.assignment
     stages: dict[str, int] = {}
     for node, stage in zip(recording.graph.nodes, assignment.node_stage, strict=True):
-        if node.unit is not None:
+        if node.unit:
             stages.setdefault(node.unit, stage)
     found, stage_of = {}, {}
     for fqn, layer in find_layers(recording.units).items():

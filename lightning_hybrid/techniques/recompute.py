@@ -202,7 +202,7 @@ def recompute_layers(
     policies = _policies(recompute, layers, by_user, compiled=compiled)
     stages: dict[str, set[int]] = {}
     for node, stage in zip(recording.graph.nodes, assignment.node_stage, strict=True):
-        if node.unit is not None:
+        if node.unit:
             stages.setdefault(node.unit, set()).add(stage)
             if recording.templates[node.index].attribute_inputs:
                 # A second run would find on its modules what the next microbatch left there.

@@ -89,7 +89,7 @@ class FitRecorder(Callback):
             self.fitted.stages = dict(assignment.holders)
             self.fitted.units = [[] for _ in range(assignment.num_stages)]
             for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
-                if node.unit is not None and node.unit not in self.fitted.units[stage]:
+                if node.unit and node.unit not in self.fitted.units[stage]:
                     self.fitted.units[stage].append(node.unit)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

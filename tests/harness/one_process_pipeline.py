@@ -49,7 +49,7 @@ class Outcome:
         """The units of each stage."""
         stages = [[] for _ in range(self.assignment.num_stages)]
         for node, stage in zip(self.graph.nodes, self.assignment.node_stage, strict=True):
-            if node.unit is not None and node.unit not in stages[stage]:
+            if node.unit and node.unit not in stages[stage]:
                 stages[stage].append(node.unit)
         return stages
 

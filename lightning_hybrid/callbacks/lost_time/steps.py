@@ -174,7 +174,7 @@ class MeasuredSteps:
             return []
         seconds: dict[str, float] = {}
         for node, (forward, backward) in zip(cuts[-1].assignment.graph.nodes, learned_seconds(cuts), strict=True):
-            if node.unit is not None:
+            if node.unit:
                 seconds[node.unit] = seconds.get(node.unit, 0.0) + forward + backward
         if not seconds:
             return []

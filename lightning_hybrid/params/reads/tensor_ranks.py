@@ -49,7 +49,7 @@ class FullParameterReads:
         full = self._gradients
         gather = GatherCallbacks(guards, self._full, self._record_copy, full.get, full.set, self._derivative)
         self._outside = OutsideLayerGuard("tensor", gather)
-        guards.before_shard_access += [self._write_back, full.settle]
+        guards.before_shard_access.extend([self._write_back, full.settle])
         guards.after_shard_access.append(full.refresh)
 
     @contextlib.contextmanager

@@ -93,7 +93,7 @@ class TraceVariant:
         """The stage that first runs a unit, by FQN, in the order in which they run."""
         stages: dict[str, int] = {}
         for node, stage in zip(self.assignment.graph.nodes, self.assignment.node_stage, strict=True):
-            if node.unit is not None:
+            if node.unit:
                 stages.setdefault(node.unit, stage)
         return stages
 

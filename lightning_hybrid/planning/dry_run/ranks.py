@@ -145,7 +145,7 @@ class _Described:
         if self._assignment is None:
             return []
         pairs = zip(self._assignment.graph.nodes, self._assignment.node_stage, strict=True)
-        return list(dict.fromkeys(node.unit for node, stage in pairs if stage in stages and node.unit is not None))
+        return list(dict.fromkeys(node.unit for node, stage in pairs if stage in stages and node.unit))
 
     def _shapes(self, run: Run) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
         parameters = dict(run.setting.module.named_parameters())

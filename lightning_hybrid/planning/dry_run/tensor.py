@@ -79,7 +79,7 @@ class TensorUnits:
         """Return a recorded step whose units save what a rank saves of their shards; ``place`` as in `messages`."""
         nodes = []
         for node in assignment.graph.nodes:
-            share = self._saved_share(node.unit, place) if node.unit is not None and node.saved_bytes else 1.0
+            share = self._saved_share(node.unit, place) if node.unit and node.saved_bytes else 1.0
             nodes.append(
                 node if share == 1.0 else dataclasses.replace(node, saved_bytes=round(share * node.saved_bytes))
             )
@@ -166,7 +166,7 @@ def _calls_on(assignment: Assignment | None, fqn: str, stages: set[int]) -> int:
         node.unit
         for node, stage in pairs
         if stage in stages
-        and node.unit is not None
+        and node.unit
         and (fqn == node.unit or fqn.startswith(f"{node.unit}.") or node.unit.startswith(f"{fqn}."))
     )
     return max(counts.values(), default=0)

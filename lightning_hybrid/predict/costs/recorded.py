@@ -79,7 +79,7 @@ class RecordedStep:
         graph, shapes, samples = self.graph, self.shapes, self.samples
         used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
         matrices = {parameter: oriented(parameter, shapes) for parameter in used if len(shapes[parameter]) > 1}
-        routings = [each for node in group.nodes for each in self.routings.get(node.unit or "", ())]
+        routings = [each for node in group.nodes for each in self.routings.get(node.unit, ())]
         routed = {parameter for each in routings for parameter in each.parameters}
         dense = {parameter: shape for parameter, shape in matrices.items() if parameter not in routed}
         flops = max(0.0, sum(node.flops for node in group.nodes) - sum(each.flops for each in routings)) / samples
@@ -147,12 +147,12 @@ def _groups(graph: StepGraph, part_of: Mapping[str, str]) -> Iterator[_Group]:
     """Yield the layers; units of one layer of ``part_of``, and operations between them, are one unit."""
     group = _Group("inputs")
     known: set[str] = set()
-    layers = [part_of.get(node.unit or "") for node in graph.nodes]
+    layers = [part_of.get(node.unit) for node in graph.nodes]
     last = {layer: index for index, layer in enumerate(layers) if layer is not None}
     end = -1
     for index, (node, layer) in enumerate(zip(graph.nodes, layers, strict=True)):
         is_inside = index <= end
-        starts = node.unit is not None or (node.parameters and not known.issuperset(node.parameters))
+        starts = node.unit or (node.parameters and not known.issuperset(node.parameters))
         known.update(node.parameters)
         if starts and not is_inside and any(each.parameters for each in group.nodes):
             yield group
@@ -161,7 +161,7 @@ def _groups(graph: StepGraph, part_of: Mapping[str, str]) -> Iterator[_Group]:
             of_parameter = node.parameters[0].rpartition(".")[0] if node.parameters else node.name
             group.name = layer or node.unit or of_parameter
             end = last[layer] if layer is not None else -1
-        if is_inside or node.unit is not None:
+        if is_inside or node.unit:
             group.unit.add(node.index)
         group.nodes.append(node)
     if group.nodes:
@@ -200,7 +200,7 @@ def _with_loss(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int)
 def _keeps_shape(node: Node, graph: StepGraph) -> bool:
     """Whether it calls a unit with an argument of its result's shape, whose positions context ranks divide."""
     shapes = {graph.values[index].shape for index in node.inputs if len(graph.values[index].shape) > 2}
-    return node.unit is not None and any(graph.values[index].shape in shapes for index in node.outputs)
+    return bool(node.unit) and any(graph.values[index].shape in shapes for index in node.outputs)
 
 
 def _rows(group: _Group, graph: StepGraph, samples: int) -> float:
@@ -256,7 +256,7 @@ def bytes_of_loss(nodes: Sequence[Node], graph: StepGraph) -> LossBytes:
             value = graph.values[index]
             if value.requires_grad and is_float(value):
                 gradients[memory.get(index, index)] = value.nbytes
-        inside = node.saved_bytes if node.unit is None else 0
+        inside = 0 if node.unit else node.saved_bytes
         peak = max(peak, sum(gradients.values()) + inside - freed)
         kept = {memory.get(index, index) for index in node.inputs}
         for index in {memory.get(index, index) for index in node.outputs} - kept:
@@ -274,7 +274,7 @@ def _memory_of_values(nodes: Sequence[Node], graph: StepGraph) -> dict[int, int]
     """The value whose memory a view has, by the view: gradients of both are one tensor."""
     found: dict[int, int] = {}
     for node in nodes:
-        if node.unit is None and not node.moved_bytes and node.inputs:
+        if not node.unit and not node.moved_bytes and node.inputs:
             size = math.prod(graph.values[node.inputs[0]].shape)
             for index in node.outputs:
                 if math.prod(graph.values[index].shape) == size:

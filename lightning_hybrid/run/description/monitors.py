@@ -53,7 +53,7 @@ def _saved_bytes(graph: StepGraph) -> dict[str, int]:
     """Bytes that each layer, or the code outside of layers, saves for the backward of one microbatch."""
     saved: dict[str, int] = {}
     for node in graph.nodes:
-        name = "operations outside of layers" if node.unit is None else node.unit
+        name = node.unit or "operations outside of layers"
         values = sum(graph.values[index].nbytes for index in node.saved_values)
         saved[name] = saved.get(name, 0) + node.saved_bytes + values
     return saved

@@ -184,7 +184,7 @@ def _file_and_line(line: str) -> str:
 
 def _units(assignment: Assignment, stage: int) -> str:
     nodes = [node for node, s in zip(assignment.graph.nodes, assignment.node_stage, strict=True) if s == stage]
-    units = list(dict.fromkeys(node.unit for node in nodes if node.unit is not None))
+    units = list(dict.fromkeys(node.unit for node in nodes if node.unit))
     if not units:
         return "(glue)"
     return spanned([shortened(unit) for unit in units])

@@ -98,7 +98,7 @@ def seconds_of_units(assignment: Assignment, stages: Sequence[StageSeconds]) -> 
     for node, stage, seconds in zip(
         assignment.graph.nodes, assignment.node_stage, seconds_of_nodes(assignment, stages), strict=True
     ):
-        name = node.unit or ""
+        name = node.unit
         key = name, first.setdefault(name, stage) if name else stage
         sums = units.setdefault(key, [0.0, 0.0, 0.0])
         for index, value in enumerate((node_cost(node, assignment.graph), *seconds)):
@@ -110,7 +110,7 @@ def unit_ranges(assignment: Assignment) -> list[tuple[str, str]]:
     """Return the FQNs of the first and the last unit of each stage; empty names for a stage without units."""
     found: list[list[str]] = [[] for _ in range(assignment.num_stages)]
     for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
-        if node.unit is not None:
+        if node.unit:
             found[stage].append(node.unit)
     return [(units[0], units[-1]) if units else ("", "") for units in found]
 

@@ -202,7 +202,7 @@ def _producer_of(value: int | None, graph: StepGraph) -> Node | None:
     """The single-input operation that produces a value, looking through copies and casts; None for others."""
     while value is not None:
         node = graph.made_by(value)
-        if node.unit is not None or len(node.inputs) != 1 or len(node.outputs) != 1:
+        if node.unit or len(node.inputs) != 1 or len(node.outputs) != 1:
             return None
         if node.name not in IDENTITIES:
             return node

@@ -293,8 +293,8 @@ class Recorder(StepMode):
         if loss_required and (loss is None or not self.values[loss].requires_grad):
             raise no_loss_error(name, result)
         kept = find_escaped_values(root, result, self)
-        called = {node.unit for node in self._nodes if node.unit is not None}
-        read_around = {p for node in self._nodes if node.unit is None for p in node.parameters}
+        called = {node.unit for node in self._nodes if node.unit}
+        read_around = {p for node in self._nodes if not node.unit for p in node.parameters}
         unopened = frozenset(
             fqn for fqn, members in owned.items() if fqn not in called and read_around.intersection(members)
         )

@@ -78,7 +78,7 @@ class UnitChoice:
         else:
             costs: dict[str, float] = {}
             for node in graph.nodes:
-                if node.unit is not None:
+                if node.unit:
                     costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
             inside = {unit for unit, spent in costs.items() if spent > cost}
         return {unit for unit in inside - self._mixtures if _can_open(recording.units[unit])}

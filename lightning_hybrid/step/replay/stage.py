@@ -256,7 +256,7 @@ class ReplayWatch(SkippingMode):
         if node.index in self.shares:
             run = weighted_by_share(name, node.averages, run, self.shares[node.index])
         # A second run would find on its modules what the next microbatch stored there.
-        is_checkpointed = self.checkpoint_depth and node.unit is not None and not paths
+        is_checkpointed = self.checkpoint_depth and node.unit and not paths
         out = checkpointed(run, args, kwargs) if is_checkpointed else run(*args, **kwargs)
         out, out_leaves = self._record_result(node, leaves, out)
         if self.metrics is not None and node.index in self._replay.scalar_nodes:

@@ -100,10 +100,8 @@ class Recording:
         """The parameters that code outside of their unit reads or replaces, and the line of each."""
         found: dict[str, str] = {}
         for node, template in zip(self.graph.nodes, self.templates, strict=True):
-            owned = self.owned[node.unit] if node.unit is not None else ()
-            is_replaced = node.unit is not None and replaces_parameters(
-                self.units[node.unit], template.attribute_inputs
-            )
+            owned = self.owned[node.unit] if node.unit else ()
+            is_replaced = node.unit and replaces_parameters(self.units[node.unit], template.attribute_inputs)
             found |= {name: node.line for name in node.parameters if is_replaced or name not in owned}
         return found
 

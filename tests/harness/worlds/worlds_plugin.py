@@ -45,7 +45,7 @@ START_TIMEOUT = 180.0
 GRACE = 5.0
 SHOWN_OUTPUT_CHARS = 10_000
 SETS = 8  # into which the parameters of a test on ranks are divided
-PARTS = 4  # into which all tests on ranks are divided
+PARTS = 6  # into which all tests on ranks are divided
 
 PRELOADED = [
     "torch",
@@ -362,7 +362,7 @@ def chosen_set(text: str) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark all but one of eight parameter sets of each test on ranks, or marked so, slow; none where files are run.
 
-    Where all tests are run, only every other test on ranks is, and the default run takes half of these.
+    Where all tests are run, only every other test on ranks is, and the default run takes a third of these.
     """
     folders = [Path(argument).resolve() for argument in config.args if Path(argument).is_dir()]
     if not folders:
