@@ -139,8 +139,15 @@ class LocalShards:
 
         After a fit the parameter is full again, and the optimizer's state still is a shard.
         """
-        name = self._names.get(id(parameter), "")
-        return self.unshard(name, value) if value.shape == self._shard_shape(name, parameter) else value
+        return self.unshard(self.name_of(parameter), value) if self.is_shard_of_state(parameter, value) else value
+
+    def is_shard_of_state(self, parameter: Tensor, value: Tensor) -> bool:
+        """Whether an optimizer state has the shape of its parameter's shard."""
+        return value.shape == self._shard_shape(self.name_of(parameter), parameter)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """FQN of a parameter of any shape; empty for one of another module."""
+        return self._names.get(id(parameter), "")
 
     def shard_of_state(self, parameter: Tensor, value: Any) -> Any:
         """The local shard of an optimizer state that has the parameter's full shape; other values as they are."""
@@ -205,7 +212,7 @@ class LocalShards:
 
         Ranks of other replicas do not count ``within_replica``.
         """
-        name = self._names.get(id(parameter), "")
+        name = self.name_of(parameter)
         coordinates: dict[str, int] = {}
         sharded_over: set[str] = set()
         for along in self.shardings:
@@ -225,7 +232,7 @@ class LocalShards:
         """
         if not self.is_first_owner(parameter):
             return []
-        name = self._names.get(id(parameter), "")
+        name = self.name_of(parameter)
         for number, axis in enumerate(self.shardings):
             placement = axis.placements.get(name)
             if placement is not None and placement.is_repeated(axis.group.size()):

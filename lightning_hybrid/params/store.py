@@ -15,7 +15,7 @@ Absent parameters, of another stage, hold nothing; they are made and filled in `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -148,6 +148,19 @@ def _put(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
 def set_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
     """Let torch dispatch the operations of a parameter on another class."""
     cast(Any, parameter).__class__ = kind
+
+
+def guard_state(state: Tensor, shape: Sequence[int]) -> nn.Parameter:
+    """Let an optimizer state that is a shard be one of a parameter of this full shape, whose reads can be guarded."""
+    cast(Any, state).__class__ = nn.Parameter
+    state.__dict__[FULL_SHAPE] = tuple(shape)
+    return cast(nn.Parameter, state)
+
+
+def release_state(state: nn.Parameter) -> None:
+    """Undo ``guard_state``."""
+    del state.__dict__[FULL_SHAPE]
+    cast(Any, state).__class__ = Tensor
 
 
 def sharded_in(root: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.split import batch_size_of, check_count, copied_batch, halves, split, why_unsplit
+from lightning_hybrid.errors import HybridError, StepError
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.left import LeftValues
 from lightning_hybrid.pipeline.logs import Key, describe_undecided, describe_unexplained
@@ -47,6 +48,7 @@ from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.standins.numbers import GUESSES
 from lightning_hybrid.step.tracing.compiled import EagerSwitch, compiled_wrappers, has_compiled_methods
+from lightning_hybrid.step.tracing.mode import failed_line
 
 _MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up
 
@@ -122,7 +124,8 @@ class PlainRunner(MicrobatchRunner):
     def record(self, call: Call) -> None:
         """Record the step for the observers of units, with guesses for its branches; errors leave layers unsharded."""
         if isinstance(variant := self._record_with_guesses(call), Exception):
-            self.recording_error = variant
+            is_known = isinstance(variant, HybridError) or not call.is_manual
+            self.recording_error = variant if is_known else _without_gradients(variant)
             return
         with contextlib.ExitStack() as watching:
             for watch in self._unit_observers:
@@ -408,6 +411,18 @@ class PlainRunner(MicrobatchRunner):
                 yield
             finally:
                 self._uncompiled.off()
+
+
+def _without_gradients(error: Exception) -> StepError:
+    """The error of a step that calls backwards and optimizers itself, where it was recorded."""
+    found = StepError(
+        f"{failed_line(error)}: {type(error).__name__}: {error}. The step of manual optimization is recorded once,"
+        " without gradients and without states of optimizers, to find its layers; there, where p.grad is None, leave"
+        " out what reads them",
+        entry="manual-recording",
+    )
+    found.__cause__ = error
+    return found
 
 
 def _unkeyed(index: int) -> AbstractContextManager[None]:

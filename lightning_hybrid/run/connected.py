@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_hybrid.techniques.reducers import Reducers
 if TYPE_CHECKING:
     from lightning_hybrid.optimizers.in_backward import StepsInBackward
     from lightning_hybrid.optimizers.moved import MovedStates
+    from lightning_hybrid.params.reads.states import FullStates
     from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
     from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
 
@@ -124,6 +126,7 @@ class Optimization:
         watched: Optimizers whose steps read parameters of other ranks.
         in_backward: Steps parameters in the backward, if the user wants it.
         connected: The optimizers that all of this is connected to; None before there are any.
+        states: Of optimizers that the module calls itself, where they are shards.
         step_hooks: Numbers of the hooks on steps that optimizers were built with.
     """
 
@@ -134,4 +137,13 @@ class Optimization:
     watched: tuple[Optimizer, ...] = ()
     in_backward: StepsInBackward | None = None
     connected: ConnectedOptimizers | None = None
+    states: tuple[FullStates, ...] = ()
     step_hooks: frozenset[int] = frozenset()
+
+    @contextlib.contextmanager
+    def full_states(self) -> Iterator[None]:
+        """A context in which code of the user reads full states."""
+        with contextlib.ExitStack() as stack:
+            for each in self.states:
+                stack.enter_context(each.on())
+            yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -36,6 +37,7 @@ from lightning_hybrid.techniques.fused_adam import fuse_steps
 from lightning_hybrid.techniques.reducers import Reducers, connect_gradients
 
 if TYPE_CHECKING:
+    from lightning_hybrid.params.reads.states import FullStates
     from lightning_hybrid.pipeline.stages.plan import StagePlan
 
 
@@ -82,8 +84,10 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
     full = step_full_parameters(run, owner, optimizers)
     watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
     moved = [s for each in run.techniques for s in each.move_states(run, optimizers, [*watched, *full])]
+    states: list[FullStates] = []
     if setting.is_manual:
-        watched += _shard_manual_steps(run, optimizers)
+        watched += _full_in_manual_steps(run, optimizers)
+        states = _guard_manual_steps(run, [*watched, *full], optimizers)
     if has_adascale(setting.trainer):
         _connect_adascale(run, reducers, counted_parameters, counted)
     return Optimization(
@@ -91,6 +95,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         tied=tied,
         buffers=_broadcast_buffers(run),
         moved=tuple(moved),
+        states=tuple(states),
         watched=tuple(watched),
         in_backward=connect_steps_in_backward(run, optimizers, watched, moved, reducers),
         connected=ConnectedOptimizers(run, optimizers, reducers),
@@ -169,15 +174,31 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
     return list(watched)
 
 
-def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Let optimizers that the module calls itself step full or sharded parameters."""
-    full = [each for technique in run.techniques for each in technique.step_in_user_step(run, optimizers)]
-    if run.guards is not None:
-        from lightning_hybrid.strategies.user_code.optimizers import step_local_shards
+def _full_in_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that the module calls itself step full or sharded parameters; return the former."""
+    return [each for technique in run.techniques for each in technique.step_in_user_step(run, optimizers)]
 
-        for optimizer in optimizers:  # outermost: no other replacement of a step is guarded
-            run.until_end.callback(step_local_shards(optimizer, run.guards))
-    return full
+
+def _guard_manual_steps(run: Run, full: Sequence[Optimizer], optimizers: Sequence[Optimizer]) -> list[FullStates]:
+    """Let optimizers that the module calls itself see shards; return the states that are shards.
+
+    Those of optimizers that step ``full`` parameters are full.
+    """
+    if run.guards is None:
+        return []
+    from lightning_hybrid.params.reads.agreement import HookAgreement
+    from lightning_hybrid.params.reads.states import FullStates
+    from lightning_hybrid.strategies.user_code.optimizers import step_local_shards
+
+    meet = partial(run.setting.world.rendezvous, compares=False)
+    agreement = HookAgreement(run.mesh.group("holders"), run.setting.device, meet, "layer's")
+    found = []
+    for optimizer in optimizers:  # outermost: no other replacement of a step is guarded
+        is_sharded = run.parts and not any(optimizer is each for each in full)
+        states = [FullStates(optimizer, run.parts, run.guards, agreement)] if is_sharded else []
+        run.until_end.callback(step_local_shards(optimizer, run.guards, states))
+        found += states
+    return found
 
 
 def _connect_adascale(

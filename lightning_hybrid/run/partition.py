@@ -74,13 +74,15 @@ class ModulePartition:
         try:
             self._plan_layers(recorded=recorded is not None)
         except LayoutError as error:  # on every rank
+            plain = self.run.plain_runner
+            unrecorded = None if plain is None else plain.recording_error
             if options.tensor_parallel_plan is not None or setting.layout.joins_replicas:
-                plain = self.run.plain_runner
-                if plain is not None and (unrecorded := plain.recording_error) is not None:
+                if unrecorded is not None:
                     raise unrecorded from unrecorded.__cause__
                 raise
             self.may_retry &= arguments is None  # what the start hooks set may let layers be recorded
-            self._fall_back(["pp", "cp", "tp"], str(error), error)
+            reason = setting.world.first_reason(unrecorded) or str(error)  # without a recording no layer is sharded
+            self._fall_back(["pp", "cp", "tp"], reason, unrecorded or error)
             self._plan_layers(recorded=True)
         if self.run.plain_runner is not None:
             self.run.plain_runner.forget_recording()

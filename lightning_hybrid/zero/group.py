@@ -198,6 +198,7 @@ class ParameterGroup:
         if not self.has_own_shards:
             self._shards.move(name, self._shard_of(name, full, self._rank))
 
+    @torch.compiler.disable  # of a layer that the user has compiled
     @below_read_guards
     def free(self) -> None:
         """Free full parameters between a layer's forward and its backward; their shape stays the full one."""

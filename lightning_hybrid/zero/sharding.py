@@ -150,6 +150,7 @@ class ZeroSharding(Active):
             if group.is_full:
                 group.reshard()
 
+    @torch.compiler.disable  # a user's compiler may trace the code around a layer, but not what is sent for it
     def _gather(self, groups: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup] = ()) -> None:
         """Gather groups, by rounds if ranks may call different layers."""
         if self._rounds is not None and self._by_layer:
@@ -343,6 +344,7 @@ class ZeroSharding(Active):
             self._gather(self._layers[fqn], self._previous.get(fqn, ()) if self._by_layer else ())
             self._read_ahead(fqn, self._previous)
 
+    @torch.compiler.disable
     def _leave_for(self, fqn: str) -> None:
         """Free the layers whose backward is over, since code goes on with another one: [Note: full in its backward]."""
         left = self._in_backward - {fqn} - self.running_layers

@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 import torch
+from faults.layouts import Case, Regression
+from faults.layouts import check as check_layout
 from lightning.pytorch import Callback
 from torch import nn
 
@@ -90,6 +92,13 @@ class LayersInPlace(Plain):
         super().__init__()
         for layer in self.model.layers:
             layer.compile(backend=recording_backend)
+
+
+class TwoWays(Regression):
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = torch.compile(self.layers[1], backend="eager")
+        self.layers[2].compile(backend="eager")
 
 
 class Policies(Callback):
@@ -198,3 +207,9 @@ def test_a_strategy_compiles_only_the_module_that_was_passed_compiled():
     assert module.training_step == step and "training_step" not in vars(module)
     trainer.fit(other, loader(4, 14))
     assert trainer.strategy.options.compile is None
+
+
+@pytest.mark.parametrize("layout", ["pp2 x dp2", pytest.param("zero3 layerwise", marks=pytest.mark.slow)])
+def test_layers_that_are_gathered_are_compiled(worlds, tmp_path, layout):
+    """In a stage, the compiler traces the code around a layer that it was told to compile in place."""
+    check_layout(worlds, Case(TwoWays, strategy={"zero_stage": 3}), layout, tmp_path)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.params.guards import GatherCallbacks, OutsideLayerGuard, ReadGuards
-from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.params.reads.agreement import HookAgreement
+from lightning_hybrid.params.reads.copies import FullCopies
 from lightning_hybrid.params.reads.gradients import FullGradients, joined
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -37,14 +36,14 @@ class FullParameterReads:
 
         ``without`` are FQNs of parameters that another mode represents in full to code outside of layers.
         """
-        self._cut, self._shards = cut, LocalShards(root, [cut])
+        self._shards = LocalShards(root, [cut])
         self._names = {
             id(p): name
             for name, p in root.named_parameters()
             if name in cut.placements and name not in without and not is_absent(p)
         }
         self._parameters = [p for p in root.parameters() if id(p) in self._names]
-        self._copies: list[_FullCopy] = []
+        self._copies = FullCopies(self._shards)
         named = {self._names[id(p)]: p for p in self._parameters}
         self._gradients = FullGradients(named, self._shards, cut.group, agreement)
         full = self._gradients
@@ -76,9 +75,6 @@ class FullParameterReads:
 
         return forward
 
-    def _placement(self, parameter: nn.Parameter) -> Shard:
-        return self._cut.placements[self._names[id(parameter)]]
-
     def _full(self, parameter: nn.Parameter) -> Tensor:
         self._write_back()
         with torch._C.DisableTorchFunctionSubclass():
@@ -90,36 +86,10 @@ class FullParameterReads:
 
     def _record_copy(self, parameter: nn.Parameter, full: Tensor, by_data: bool) -> None:
         """Records a full tensor that user code holds, or has written into."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            before = parameter.detach().clone() if by_data else None
-            self._copies.append(_FullCopy(parameter, parameter.detach(), full.detach(), -1, before))
-        self._write_back()
+        self._copies.record(self._names[id(parameter)], parameter, full, by_data)
 
-    @torch.no_grad()
     def _write_back(self) -> None:
         """Copies what code has written into full tensors to the shards."""
-        for copy in self._copies:
-            full = copy.full
-            if copy.before is None and full._version == copy.version:
-                continue
-            copy.version = full._version
-            with torch._C.DisableTorchFunctionSubclass():
-                now = self._cut.shard(full, self._placement(copy.parameter))
-                if copy.before is not None:
-                    if torch.equal(now, copy.before):
-                        continue
-                    copy.before = now.clone()
-                copy.local.copy_(now)
+        self._copies.write_back()
         if not self._outside.is_on:
-            self._copies = []
-
-
-@dataclass
-class _FullCopy:
-    """A full tensor that user code holds."""
-
-    parameter: nn.Parameter  # the sharded parameter
-    local: Tensor  # this rank's shard
-    full: Tensor  # the full tensor
-    version: int  # its version when it was last written back
-    before: Tensor | None  # the content of the shard at that time, where autograd does not count writes
+            self._copies.forget()

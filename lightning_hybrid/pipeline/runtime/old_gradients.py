@@ -8,6 +8,7 @@ batch have run their backward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -59,9 +60,15 @@ class OldGradients:
 
 def _is_read_by_user() -> bool:
     """Whether code of the user, or a function of a library that reads gradients for it, reads outside of a backward."""
-    reader = f"{sys._getframe(2).f_globals.get('__name__')}."
-    is_library = reader.startswith(_LIBRARIES) and not reader.startswith(_READERS)
-    return not is_library and torch._C._current_autograd_node() is None
+    name = sys._getframe(2).f_globals.get("__name__")
+    return not _is_library(name) and torch._C._current_autograd_node() is None
+
+
+@functools.cache  # asked at each access of a gradient in a step
+def _is_library(module: str | None) -> bool:
+    """Whether a Python module is of a library that reads no gradients for its caller."""
+    reader = f"{module}."
+    return reader.startswith(_LIBRARIES) and not reader.startswith(_READERS)
 
 
 def _refusal() -> StepError:

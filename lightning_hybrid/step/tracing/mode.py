@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -331,12 +333,22 @@ def user_line() -> str:
     """``file:line`` of the innermost frame of the user's own code."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        package = str(frame.f_globals.get("__name__")).split(".")[0]
-        if not path.startswith((PACKAGE, TORCH)) and package not in _LIGHTNING and path != "<string>":
-            return f"{path}:{frame.f_lineno}"
+        if _is_of_user(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"
+
+
+def failed_line(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of the user's own code that an error has left."""
+    lines = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_of_user(frame)]
+    return f"{lines[-1][0].f_code.co_filename}:{lines[-1][1]}" if lines else "unknown line"
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    package = str(frame.f_globals.get("__name__")).split(".")[0]
+    return not path.startswith((PACKAGE, TORCH)) and package not in _LIGHTNING and path != "<string>"
 
 
 # A canonical operand order for comparisons, whichever reflected method Python called.

@@ -8,7 +8,7 @@ hooks of the user do: what it reads of other ranks is gathered, and what it does
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_hybrid.optimizers.replacement import STEP_HOOKS, Place, replace_s
 from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.params.reads.hooks import HookReads
+from lightning_hybrid.params.reads.states import FullStates
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.tensors import full_shape
 from lightning_hybrid.strategies.user_code.hooks import closures_wrapped, hidden_hooks
@@ -87,13 +88,20 @@ def search_by_mean_loss(optimizer: Optimizer, mesh: Mesh) -> Callable[[], None]:
     return replace_step(optimizer, step, Place.SEARCH, reason="searches by the mean loss")
 
 
-def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
-    """Let an optimizer that the user's step calls see shards, where the step sees full tensors; return the undo."""
+def step_local_shards(optimizer: Optimizer, guards: ReadGuards, states: Sequence[FullStates]) -> Callable[[], None]:
+    """Let an optimizer that the user's step calls see shards, where the step sees full tensors; return the undo.
+
+    ``states`` are those of this optimizer that are shards.
+    """
     original, zero_grad = optimizer.step, optimizer.zero_grad
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = closures_wrapped(args, kwargs, guards.as_user_code)
-        with guards.off():
+        with contextlib.ExitStack() as stack:
+            for each in states:
+                args, kwargs = closures_wrapped(args, kwargs, each.as_user_code)
+                stack.enter_context(each.off())
+            args, kwargs = closures_wrapped(args, kwargs, guards.as_user_code)
+            stack.enter_context(guards.off())
             return original(*args, **kwargs)
 
     def clear(*args: Any, **kwargs: Any) -> None:
