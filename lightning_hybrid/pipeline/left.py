@@ -64,7 +64,7 @@ def places_of(runs: Sequence[Left]) -> list[tuple[str, int]]:
 def joined_tensors(
     full: Left, parts: Sequence[Left], weights: Sequence[float], sizes: Sequence[int | None]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The tensors with dimensions that a batch leaves, each with its place, and as joined from the batch's parts."""
+    """The tensors of any shape that a batch leaves, each with its place, and as joined from the batch's parts."""
     for place in places_of([full, *parts]):
         try:
             joined = join([part[place] for part in parts], weights, sizes, step="training_step")

@@ -150,7 +150,7 @@ def describe_unexplained(step: str, key: Key | Argument | Leaf, full: float, mea
 
 
 def describe_undecided(name: str) -> str:
-    """The warning about a logged number of which no batch has shown how microbatches make it."""
+    """The warning about a logged number that no batch has explained by its microbatches."""
     return (
         f"training_step logs {name!r}, which was 0 or true in all batches that were compared with their microbatches,"
         " and is not now: this number may be that of a microbatch. The next batch shows how they make it"

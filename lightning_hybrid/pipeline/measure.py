@@ -77,7 +77,7 @@ class LossWeighting(NamedTuple):
 
     @property
     def undecided(self) -> Mapping[Key | Argument | Leaf, tuple[str, ...]]:
-        """The numbers of which another batch must show how parts make them: they were 0, or true in all."""
+        """The numbers that another batch must explain by its parts: they were 0, or true in all."""
         return {key: how for key, how in self.candidates if len(how) > 1 and not _is_decided(how)}
 
     def with_evidence(self, other: LossWeighting) -> LossWeighting:

@@ -198,7 +198,7 @@ class MicrobatchResults:
 
     @property
     def batch(self) -> Microbatches:
-        """How numbers of the microbatches make those of the batch."""
+        """How the batch's numbers follow from the microbatches'."""
         return Microbatches(self.loss_weights, self.sizes, self.reductions, self.by_samples)
 
     @property

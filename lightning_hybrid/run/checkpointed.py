@@ -59,9 +59,11 @@ class CheckpointedStrategy(RankedStrategy):
     def _lightning_module(self, module: Any) -> None:
         # Lightning sets it just before it refuses a compiled module for any strategy that it does not know.
         compiled = uncompiled(module)
-        if module is not None and (self._options_for is None or module is not self._options_for()):
-            # What was planned, or compiled, was for another module.
-            self.options, self.predicted_plan, self._options_for = self._requested, None, weakref.ref(module)
+        if module is not None:
+            if self._options_for is not None and module is not self._options_for():
+                # What was planned, or compiled, was for another module.
+                self.options, self.predicted_plan = self._requested, None
+            self._options_for = weakref.ref(module)
         if compiled is not None and self.options.compile is None:
             self.options = replace(self.options, compile=compiled or "units")
             rank_zero_info(

@@ -94,7 +94,7 @@ class LayersInPlace(Plain):
             layer.compile(backend=recording_backend)
 
 
-class TwoWays(Regression):
+class CompiledTwice(Regression):
     def __init__(self):
         super().__init__()
         self.layers[1] = torch.compile(self.layers[1], backend="eager")
@@ -212,4 +212,4 @@ def test_a_strategy_compiles_only_the_module_that_was_passed_compiled():
 @pytest.mark.parametrize("layout", ["pp2 x dp2", pytest.param("zero3 layerwise", marks=pytest.mark.slow)])
 def test_layers_that_are_gathered_are_compiled(worlds, tmp_path, layout):
     """In a stage, the compiler traces the code around a layer that it was told to compile in place."""
-    check_layout(worlds, Case(TwoWays, strategy={"zero_stage": 3}), layout, tmp_path)
+    check_layout(worlds, Case(CompiledTwice, strategy={"zero_stage": 3}), layout, tmp_path)

@@ -172,10 +172,9 @@ class TensorShardedExperts:
         modules = self._modules()
 
         def around(fqn: str, run: Callable[..., Any]) -> Callable[..., Any]:
-            summed: Callable[..., Any] = partial(self._run, fqn, run)
             for reads in self._reads:
-                summed = reads.of_layer(modules[fqn], summed)
-            return summed
+                run = reads.of_layer(modules[fqn], run)
+            return partial(self._run, fqn, run)  # outermost: a check of the unit around takes no call below for its own
 
         with contextlib.ExitStack() as stack:
             for reads in self._reads:

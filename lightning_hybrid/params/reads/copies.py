@@ -1,4 +1,4 @@
-"""Full tensors that code of the user holds, or has written into, of tensors of which each rank has a shard."""
+"""Full tensors that user code holds or has written into, and the shards that follow them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FullCopies:
         self._copies: list[_FullCopy] = []
 
     def record(self, name: str, tensor: Tensor, full: Tensor, by_data: bool) -> None:
-        """Record a full tensor that user code holds, or has written into; ``tensor`` holds this rank's shard."""
+        """Record a full tensor that user code holds or has written; ``tensor`` is this rank's shard, of any shape."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             before = tensor.detach().clone() if by_data else None
             self._copies.append(_FullCopy(name, tensor.detach(), full.detach(), -1, before))
