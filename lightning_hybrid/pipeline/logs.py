@@ -82,6 +82,9 @@ class Entry:
         values = [self.values[index] for index in logged]
         if (diverged := next(filter(math.isnan, values), None)) is not None:
             return diverged
+        is_whole = all(float(value).is_integer() for value in values)
+        if is_whole and over in ("max", "min") and self.how in REDUCTIONS and self.how != over:
+            over = ""  # measured by chance: a count of rows, say, which depends on the mean over the batch
         is_of_metric = self.metric is not None or self.origin is not None  # then each is that of the batch already
         if (
             not is_of_metric

@@ -53,7 +53,7 @@ class _LogCall:
         how = self.kwargs.get("reduce_fx", "mean")
         return how if isinstance(how, str) else getattr(how, "__name__", "")
 
-    def over(self, pieces: Mapping[int, Piece], samples: Sequence[int | None]) -> float:
+    def over(self, pieces: Mapping[int, Piece]) -> float:
         """The number over these pieces, by position; NaN if none of them has logged it."""
         values = {position: self.values[position] for position in pieces if position in self.values}
         each = list(values.values())
@@ -64,14 +64,12 @@ class _LogCall:
             is_whole = not (self.what.is_floating_point() or self.what.is_complex())
             how = "sum" if is_whole else how
         else:
-            counts = [(value, samples[position] or 0) for position, value in values.items()]
-            are_counts = all(v == n or (n > 1 and v % n == 0) for v, n in counts) and any(each)
-            how = "max" if len(set(each)) == 1 and not (how == "sum" and are_counts) else how
+            how = "max" if len(set(each)) == 1 and how != "sum" else how
         return _reduced(how, each, [pieces[position].weight for position in values])
 
     def log(self, module: Any, name: str, replicas: Sequence[Mapping[int, Piece]], sizes: Sequence[int | None]) -> None:
         """Log the number once: over the pieces of each replica, then over the replicas that have logged it."""
-        values = [(self.over(own, sizes), sum(p.weight for p in own.values())) for own in replicas]
+        values = [(self.over(own), sum(p.weight for p in own.values())) for own in replicas]
         values = [(value, weight) for value, weight in values if value == value]
         value = _reduced(self.how, *map(list, zip(*values, strict=True))) if values else math.nan
         kwargs = dict(self.kwargs)
