@@ -22,6 +22,7 @@ from lightning_hybrid.step.standins.tensors import is_absent
 NUMBER = object()  # in place of a logged object, where a number was logged
 
 Key: TypeAlias = tuple[str, int]  # the logged name, and how often the step has logged it before
+NumberKey: TypeAlias = Key | Argument | Leaf  # of a number that is logged, given to a metric, or left otherwise
 
 
 def keys_of(names: Iterable[str]) -> Iterator[Key]:
@@ -139,7 +140,7 @@ def size_of(key: Key) -> Leaf:
     return Leaf("logs with a batch_size", key[1], key[0])
 
 
-def describe_unexplained(step: str, key: Key | Argument | Leaf, full: float, mean: float) -> str:
+def describe_unexplained(step: str, key: NumberKey, full: float, mean: float) -> str:
     """The warning about a number, logged or given to a metric, that the numbers of its batch's parts do not give."""
     made = f"logs {key[0]!r}"
     if isinstance(key, Argument):

@@ -28,7 +28,7 @@ from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.split import BatchSplitter, copied_batch, sizes_of, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.pipeline.left import Left, LeftValues, joined_tensors, numbers_of
-from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed, size_of
+from lightning_hybrid.pipeline.logs import Key, LogCapture, NumberKey, keyed, size_of
 from lightning_hybrid.pipeline.reasons import describe_difference, describe_lost, describe_mixing, describe_scaled
 from lightning_hybrid.pipeline.runtime.gradients import without_hooks
 from lightning_hybrid.pipeline.undone import UndoneRuns, undone_runs
@@ -50,7 +50,7 @@ class LossWeighting(NamedTuple):
     # counts by which parts weigh; several if they have agreed so far; by samples if empty
     counts: tuple[Count, ...] = ()
     # logged keys, and arguments of metrics, that weigh by samples even so
-    keys: frozenset[Key | Argument | Leaf] = frozenset()
+    keys: frozenset[NumberKey] = frozenset()
     # the loss of the batch, and the mean of its parts' losses by samples, if they differ
     differing: tuple[float, float] | None = None
     loss: Mean | None = None  # the losses of the batch and its parts; None where they could not be computed
@@ -62,11 +62,11 @@ class LossWeighting(NamedTuple):
     lost: str = ""  # what the batch leaves, and no combination of what its parts leave
     scaled: str = ""  # the name of an embedding that divides gradients by counts over the batch, if there is one
     # how parts make a number of the batch, logged or given to a metric: "mean", "sum", "max" or "min"
-    reductions: tuple[tuple[Key | Argument | Leaf, str], ...] = ()
+    reductions: tuple[tuple[NumberKey, str], ...] = ()
     # in which of these ways it may be, as far as batches have shown
-    candidates: tuple[tuple[Key | Argument | Leaf, tuple[str, ...]], ...] = ()
+    candidates: tuple[tuple[NumberKey, tuple[str, ...]], ...] = ()
     # other such numbers: the batch's, and the mean over parts
-    unexplained: tuple[tuple[Key | Argument | Leaf, float, float], ...] = ()
+    unexplained: tuple[tuple[NumberKey, float, float], ...] = ()
 
     @property
     def mixes(self) -> bool:
@@ -76,7 +76,7 @@ class LossWeighting(NamedTuple):
         )
 
     @property
-    def undecided(self) -> Mapping[Key | Argument | Leaf, tuple[str, ...]]:
+    def undecided(self) -> Mapping[NumberKey, tuple[str, ...]]:
         """The numbers that another batch must explain by its parts: they were 0, or true in all."""
         return {key: how for key, how in self.candidates if len(how) > 1 and not _is_decided(how)}
 
@@ -124,7 +124,7 @@ class _Result(NamedTuple):
 
     loss: float
     dtype: torch.dtype
-    logs: dict[Key | Argument | Leaf, float]
+    logs: dict[NumberKey, float]
     left: Left  # what it leaves for other code
     flags: frozenset[Key]  # what it logs as bool
 
@@ -170,7 +170,7 @@ class Comparison:
         mean = _mean([one.loss for one in found], sample_weights)
         for one, numbers in zip(found, numbers_of([one.left for one in found]), strict=True):
             one.logs.update(numbers.items())
-        keys = frozenset[Key | Argument | Leaf].intersection(*(frozenset(one.logs) for one in found))
+        keys = frozenset[NumberKey].intersection(*(frozenset(one.logs) for one in found))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
         hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
         hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
@@ -186,7 +186,7 @@ class Comparison:
             return _without_leaves(shown._replace(differing=differing, loss=mean, unexplained=unexplained, lost=lost))
         count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
-        def is_by_samples(key: Key | Argument | Leaf) -> bool:
+        def is_by_samples(key: NumberKey) -> bool:
             by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
             return not by_samples and bool(by_counts)
 
@@ -383,9 +383,9 @@ def _without_leaves(weighting: LossWeighting) -> LossWeighting:
     return weighting._replace(lost=lost, unexplained=tuple(unexplained))
 
 
-def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Key | Argument | Leaf, float]:
+def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[NumberKey, float]:
     entries = [(key, entry) for key, entry in keyed(logs.entries()) if entry.metric is None and entry.origin is None]
-    found: list[tuple[Key | Argument | Leaf, float]] = [(key, entry.values[0]) for key, entry in entries]
+    found: list[tuple[NumberKey, float]] = [(key, entry.values[0]) for key, entry in entries]
     found += [(size_of(key), float(size)) for key, entry in keyed(logs.entries()) for size in entry.sizes if size]
     return {key: number for key, number in (*found, *arguments.items()) if math.isfinite(number)}
 
@@ -432,8 +432,10 @@ def is_close(one: Tensor, other: Tensor, rounding: torch.dtype) -> bool:
     """Whether tensors of one shape are equal but for rounding at their largest element."""
     if not one.is_floating_point():
         return torch.equal(one, other)
-    if not one.numel() or torch.equal(one.isnan(), other.isnan()) is False:
-        return not one.numel()
+    if not one.numel():
+        return True
+    if not torch.equal(one.isnan(), other.isnan()):
+        return False
     one, other = one.double().nan_to_num(), other.double().nan_to_num()
     scale = float(one.abs().max())
     return is_same(scale + float((one - other).abs().max()), scale, rounding)

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.split import batch_size_of, check_count, copied_batch, halves, split, why_unsplit
 from lightning_hybrid.errors import HybridError, StepError
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.left import LeftValues
-from lightning_hybrid.pipeline.logs import Key, describe_undecided, describe_unexplained
+from lightning_hybrid.pipeline.logs import NumberKey, describe_undecided, describe_unexplained
 from lightning_hybrid.pipeline.means import LossWeightFinder
 from lightning_hybrid.pipeline.measure import Comparison, LossWeighting, agree_on_weighting
 from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult
@@ -83,7 +82,7 @@ class PlainRunner(MicrobatchRunner):
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
-        self._warned = set[Key | Argument | Leaf]()  # numbers of a batch that its parts do not give
+        self._warned = set[NumberKey]()  # numbers of a batch that its parts do not give
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(self.splitter, inform)
         self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``

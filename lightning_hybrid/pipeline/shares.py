@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.batch.merge import RETURNED, Argument, Leaf, Microbatches, join, with_numbers
+from lightning_hybrid.batch.merge import RETURNED, Microbatches, join, with_numbers
 from lightning_hybrid.batch.metrics import FullBatchMetrics, MetricCalls, joined_calls
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, sizes_of, split
 from lightning_hybrid.collectives.agreement import batches_differ, digest
 from lightning_hybrid.pipeline.exchange import detached
 from lightning_hybrid.pipeline.kept import AppendedEntries, Rows, merged
-from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed, keys_of, size_of
+from lightning_hybrid.pipeline.logs import Entry, LogCapture, NumberKey, keyed, keys_of, size_of
 from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runner import MicrobatchRunner
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, split_weight
@@ -173,7 +173,7 @@ class MicrobatchResults:
     weights: list[float]  # weights of the microbatches by samples
     loss_weights: list[float]  # weights of their losses
     # logged keys, and arguments of metrics, that weigh by samples even where the loss does not
-    by_samples: frozenset[Key | Argument | Leaf]
+    by_samples: frozenset[NumberKey]
     entries: list[Entry]  # logged entries, with a value per microbatch; ``ABSENT`` where one has not logged it
     losses: list[float | None]  # none where a microbatch has returned none
     sizes: list[int | None]  # numbers of samples
@@ -185,7 +185,7 @@ class MicrobatchResults:
     calls: frozenset[int] = frozenset()  # the lines of code that it has run
     checksum: int = 0  # checksum of the full batch
     # how microbatches make a number of the batch, where that is known
-    reductions: Mapping[Key | Argument | Leaf, str] = field(default_factory=dict)
+    reductions: Mapping[NumberKey, str] = field(default_factory=dict)
     # calls of metrics, which these make with the full batch in the end
     metric_calls: MetricCalls = field(default_factory=dict)
 
@@ -335,7 +335,7 @@ class MicrobatchLoop:
         return None if output is None else loss.detach()
 
     def results(
-        self, weights: list[float], loss_weights: list[float], by_samples: frozenset[Key | Argument | Leaf]
+        self, weights: list[float], loss_weights: list[float], by_samples: frozenset[NumberKey]
     ) -> MicrobatchResults:
         """The results of this rank; arguments as the attributes of ``MicrobatchResults``."""
         losses = [None if loss is None else float(loss) for loss in self.losses] or [None] * len(weights)

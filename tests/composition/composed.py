@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import GradientCompression, LocalSGD
+from models.expert_modules import StackedWeights
 
 VOCABULARY, WIDTH, LENGTH, BATCH, BATCHES = 11, 12, 6, 8, 4
 LOGGED = {"loss", "loss_step", "loss_epoch", "val_loss", "accuracy", "mean", "norm"}
@@ -40,30 +41,12 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
 
-class StackedWeights(nn.Module):
-    """Four experts in one parameter each, in the convention of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 4
-        self.up = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) * 0.2)
-        self.down = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) * 0.2)
-
-    def forward(self, rows: Tensor, chosen: Tensor, gate: Tensor) -> Tensor:
-        out = torch.zeros_like(rows)
-        for number in range(self.count):
-            taken, place = torch.where(chosen == number)
-            hidden = torch.tanh(rows[taken] @ self.up[number]) @ self.down[number]
-            out = out.index_add(0, taken, hidden * gate[taken, place, None])
-        return out
-
-
 class Stacked(nn.Module):
     """A router, and experts of which a token takes the best."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, 4, bias=False), StackedWeights()
+        self.router, self.experts = nn.Linear(WIDTH, 4, bias=False), StackedWeights(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, WIDTH)

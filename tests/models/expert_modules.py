@@ -1,7 +1,7 @@
 """Modules of experts in other conventions than transformers'."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -53,3 +53,21 @@ class Around(nn.Module):
 
 def rows_of(*sizes):
     return torch.randn(*sizes, dtype=torch.float32)
+
+
+class StackedWeights(nn.Module):
+    """Four experts in one parameter each, in the convention of transformers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.count = 4
+        self.up = nn.Parameter(torch.randn(4, width, 2 * width) * 0.2)
+        self.down = nn.Parameter(torch.randn(4, 2 * width, width) * 0.2)
+
+    def forward(self, rows: Tensor, chosen: Tensor, gate: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for number in range(self.count):
+            taken, place = torch.where(chosen == number)
+            hidden = torch.tanh(rows[taken] @ self.up[number]) @ self.down[number]
+            out = out.index_add(0, taken, hidden * gate[taken, place, None])
+        return out

@@ -11,31 +11,15 @@ from faults.layouts import FEATURES, Case, Regression, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.expert_modules import StackedWeights
+
 SLOW = pytest.mark.slow
-
-
-class Weights(nn.Module):
-    """Four experts in one parameter each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 4
-        self.up = nn.Parameter(torch.randn(4, FEATURES, 2 * FEATURES) * 0.2)
-        self.down = nn.Parameter(torch.randn(4, 2 * FEATURES, FEATURES) * 0.2)
-
-    def forward(self, rows: Tensor, chosen: Tensor, gate: Tensor) -> Tensor:
-        out = torch.zeros_like(rows)
-        for number in range(self.count):
-            taken, place = torch.where(chosen == number)
-            hidden = torch.tanh(rows[taken] @ self.up[number]) @ self.down[number]
-            out = out.index_add(0, taken, hidden * gate[taken, place, None])
-        return out
 
 
 class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(FEATURES, 4, bias=False), Weights()
+        self.router, self.experts = nn.Linear(FEATURES, 4, bias=False), StackedWeights(FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, chosen = self.router(x).softmax(-1).topk(1)
