@@ -95,6 +95,9 @@ class Microbatches:
         numbers = list(column.values())
         if not all(map(is_number, numbers)):
             return None
+        if arrays := [one for one in numbers if isinstance(one, numpy.ndarray)]:
+            number = self.number_of(argument, {i: one[()] for i, one in column.items()})
+            return None if number is None else numpy.asarray(number, arrays[0].dtype)
         how = self.reductions.get(argument)
         if how is None:
             if isinstance(argument, Argument):
@@ -167,9 +170,11 @@ def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, or a tensor without dimensions of one, that is known on this rank."""
+    """Whether a value is a real number, or a tensor or array without dimensions of one, that is known on this rank."""
     if isinstance(value, Tensor):
         return not value.dim() and not value.is_complex() and not is_absent(value)
+    if isinstance(value, numpy.ndarray):
+        return not value.ndim and is_number(value[()])
     return not isinstance(value, bool) and isinstance(value, Real) and source_values(value) is None
 
 
@@ -354,7 +359,14 @@ def _rows(outputs: Sequence[Tensor]) -> tuple[int, ...]:
 
 def _made_columns(arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
     """The arguments, each of all microbatches, that these have made."""
-    return [column for column in zip(*(flatten(each)[0] for each in arguments), strict=False) if _is_made(column)]
+    leaves = [[_as_tensor(leaf) for leaf in flatten(each)[0]] for each in arguments]
+    return [column for column in zip(*leaves, strict=False) if _is_made(column)]
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """A tensor of the memory of an array of numbers; other leaves as they are."""
+    is_array = isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biufc"
+    return torch.as_tensor(leaf) if is_array else leaf
 
 
 def _is_made(column: Sequence[Any]) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -255,7 +256,4 @@ def _number(name: str, value: Any) -> float | None:
         if value.numel() != 1:
             raise ValueError(f"self.log({name!r}, ...) needs one number, but the tensor has shape {tuple(value.shape)}")
         return float(value.detach())
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
+    return float(value) if isinstance(value, Real) else None  # Lightning refuses arrays, also of one number

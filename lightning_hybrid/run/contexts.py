@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError, add_error_note
 from lightning_hybrid.layout import SIZE_OPTIONS, ParallelLayout
-from lightning_hybrid.strategies.logs.reduction import captured_loggers
+from lightning_hybrid.strategies.logs.reduction import captured_calls
 from lightning_hybrid.strategies.user_code.hooks import current_hook
 from lightning_hybrid.strategies.world.evaluation import forbid_unmatched_collectives
 from lightning_hybrid.strategies.world.ranks import RankWorld
@@ -26,23 +26,23 @@ class StepContexts:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, world: RankWorld, precision: Precision) -> None:
         self._trainer, self._module, self._world, self._precision = trainer, module, world, precision
 
-    def of(self, name: str, *, delays_loggers: bool, around_layers: Sequence[Context] = ()) -> Context:
+    def of(self, name: str, *, delays_calls: bool, around_layers: Sequence[Context] = ()) -> Context:
         """Return the factory of the context around one run of the step ``name``.
 
-        Where a step runs several times, calls of loggers wait for its end (``delays_loggers``). ``around_layers`` are
-        entered around a training step, the innermost first: they replace the forwards of layers.
+        Where a step runs several times, its calls of loggers and its checkpoints wait for its end (``delays_calls``).
+        ``around_layers`` are entered around a training step, the innermost first: they replace the forwards of layers.
         """
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Context = getattr(self._precision, f"{short}_step_context")
         layers = around_layers if name == "training_step" else ()
-        loggers: Callable[[Any], AbstractContextManager[Any]] = captured_loggers if delays_loggers else nullcontext
+        calls: Callable[[Any], AbstractContextManager[Any]] = captured_calls if delays_calls else nullcontext
 
         @contextlib.contextmanager
         def context() -> Iterator[None]:
             with self._world.step():
                 try:
                     inner = self._among_replicas(name)
-                    with self.advice(), self._world.as_user(), precision(), loggers(self._module), ExitStack() as stack:
+                    with self.advice(), self._world.as_user(), precision(), calls(self._module), ExitStack() as stack:
                         for around in layers:
                             stack.enter_context(around())
                         with inner:

@@ -82,7 +82,7 @@ def record_first_step(
             f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
             " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
         )
-    context = setting.contexts.of(name, delays_loggers=True)
+    context = setting.contexts.of(name, delays_calls=True)
     is_manual = setting.is_manual and name == "training_step"
     call = Call(name, getattr(module, name), batch, arguments[1:], context, is_manual=is_manual)
     is_recorded = _record(setting, runner, call, optimizers_exist=optimizers_exist)

@@ -63,7 +63,7 @@ class ModulePartition:
         is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
         if is_tried and isinstance(runner, StepRunner) and recorded:
             with setting.contexts.advice(), phase("comparing the loss of microbatches with that of their batch"):
-                context = setting.contexts.of("training_step", delays_loggers=True)
+                context = setting.contexts.of("training_step", delays_calls=True)
                 step = setting.module.training_step
                 call = Call("training_step", step, recorded[0], recorded[1:], context)
                 warn_of_mixed_samples(setting, runner, call)

@@ -187,7 +187,7 @@ class Run:
         # Where a runner runs the layers, it enters these itself.
         layers, has_runner = self.active.of_steps, self.runner is not None
         around = () if has_runner else (layers.running, layers.around_step)
-        return self.setting.contexts.of(name, delays_loggers=has_runner, around_layers=around)
+        return self.setting.contexts.of(name, delays_calls=has_runner, around_layers=around)
 
     def gathered(self, num_microbatches: int = 1) -> AbstractContextManager[Any]:
         """Gather parameters inside, for a step with that many backwards per stage."""

@@ -49,7 +49,7 @@ def record_in_one_stage(
         count = run.count(batch)
         first = split(batch, count, options.batch_splitter)[0][0]
         step = partial(module.training_step, *step_arguments(module, "training_step", first))
-        context = setting.contexts.of("training_step", delays_loggers=True)
+        context = setting.contexts.of("training_step", delays_calls=True)
         around = contextlib.nullcontext() if watching is None else watching(units)
         recipe = Recipe(module, step, units, "training_step", randomness, context, guesses=guesses)
         with torch.enable_grad(), current_hook(module, "training_step"), around:

@@ -30,7 +30,7 @@ from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.run.optimization import connect_optimizers
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
-from lightning_hybrid.strategies.logs.reduction import drop_logger_calls, silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.reduction import drop_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput import count_devices_in_throughput
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
@@ -286,7 +286,7 @@ class RunLifecycle:
         self.make_full()
         if not self.state.has_failed:
             self.setting.world.count_replicas_once(self.setting.trainer)
-        drop_logger_calls(self.setting.module)
+        drop_calls(self.setting.module)
         self.setting.averages.leave()
         self._close_run()
 

@@ -28,10 +28,11 @@ from lightning_hybrid.step.standins.counts import bytes_saved_behind
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.logs.reduction import (
     begin_logs,
-    drop_logger_calls,
+    drop_calls,
     flush_logger_calls,
     log_for_all,
     log_for_replica,
+    save_checkpoints,
 )
 from lightning_hybrid.strategies.options.options import weigh_by_count
 from lightning_hybrid.strategies.user_code.hooks import current_hook, old_gradients_are_read, output_is_read
@@ -233,6 +234,7 @@ class StepExecution(OwnedByRun):
             del failure, attempt  # with the frames of the traceback, which hold tensors of the step
         for policy in self.policies:
             policy.after_batch(output)
+        save_checkpoints(self.setting.module)
         return output
 
     def _begin(self, args: Sequence[Any]) -> None:
@@ -335,6 +337,7 @@ class StepExecution(OwnedByRun):
         call = self.call(name, args, Backwards())
         result = self._run(call)
         self._log(call, result)
+        save_checkpoints(self.setting.module)
         return result.output
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
@@ -439,7 +442,7 @@ class StepExecution(OwnedByRun):
         """End a step that has run out of memory on some rank; on all ranks, when none waits for another."""
         self._until_backward.close()
         self._finish_logs = None
-        drop_logger_calls(self.setting.module)
+        drop_calls(self.setting.module)
         for reducer in self.optimization.reducers.every:
             reducer.abandon()
 

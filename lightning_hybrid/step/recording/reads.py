@@ -9,9 +9,9 @@ that may have been made of one, counts as reading them, and the values are sent 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from math import isnan  # the function itself: a step asks another
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,14 +36,19 @@ def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
     ``StepError`` is raised where those behind a number are unknown; it was read at the line ``read_at``.
     """
     found = [values for leaf in leaves if (values := source_values(leaf)) is not None]
-    lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and source_values(leaf) is None]
-    if read_at and lost:
+    if read_at and any(map(_has_lost_source, leaves)):
         raise StepError(
             f"{user_line()}: an operation takes a number that was computed from one read from the model ({read_at});"
             " other pipeline stages do not have it; compute it with torch functions on tensors",
             entry="number-operand",
         )
     return tuple(sorted(frozenset[int]().union(*found)))
+
+
+def _has_lost_source(leaf: Any) -> bool:
+    """Whether a number or array may contain one read from the model, of values that it does not tell."""
+    is_number = isinstance(leaf, float | numpy.floating | numpy.ndarray)
+    return is_number and source_values(leaf) is None and is_absent_number(leaf)
 
 
 RETURNED = "what the step returns"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, reachable_leaves
@@ -31,7 +32,7 @@ from lightning_hybrid.step.recording.recorder import Recorder
 from lightning_hybrid.step.standins.counts import CostCounter
 from lightning_hybrid.step.standins.kernels import quiet_fake_kernels
 from lightning_hybrid.step.standins.marks import mark_in_any_run
-from lightning_hybrid.step.standins.numbers import is_absent_number
+from lightning_hybrid.step.standins.numbers import AbsentArray, content_message, is_absent_number
 from lightning_hybrid.step.standins.tensors import absent_members
 from lightning_hybrid.step.tracing.functions import BackwardCode, refuse_uninterceptable_functions
 from lightning_hybrid.step.tracing.instrument import intercepted_step
@@ -83,13 +84,22 @@ class Recipe:
         logs: list[tuple[str, float | None]] = []
 
         def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+            if isinstance(value, AbsentArray):
+                raise ControlFlowError(content_message(value.line, "numpy"), entry="content")
             if not isinstance(value, Metric) and mark_in_any_run(value) is None:
                 number = math.nan if isinstance(value, Tensor) or is_absent_number(value) else value
                 logs.append((name, float(number) if isinstance(number, bool | int | float) else None))
 
         grad = torch.set_grad_enabled(self.trains or torch.is_grad_enabled())
-        with grad, self.context(), replaced(self.root, "log", log, reason="records what a step logs"):
+        with grad, self.context(), self._unsaved(), replaced(self.root, "log", log, reason="records what a step logs"):
             return replace(self._recorded(full_graph=full_graph), logged=tuple(logs))
+
+    def _unsaved(self) -> AbstractContextManager[Any]:
+        """Write no checkpoint inside: ranks hold stand-ins, and only some may record."""
+        trainer = getattr(self.root, "_trainer", None)
+        if trainer is None:
+            return contextlib.nullcontext()
+        return replaced(trainer, "save_checkpoint", lambda *_, **__: None, reason="no checkpoint of a recording")
 
     def _recorded(self, *, full_graph: bool) -> Recording:
         root, units, randomness, unguarded_reads = self.root, self.units, self.randomness, self.unguarded_reads

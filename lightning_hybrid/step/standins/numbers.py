@@ -124,8 +124,8 @@ def is_known(number: float) -> bool:
 
 
 def source_values(number: Any) -> frozenset[int] | None:
-    """The values of the step graph that an absent number was computed from; None for other numbers."""
-    if isinstance(number, AbsentFloat):
+    """The values of the step graph that an absent number or array was computed from; None for others."""
+    if isinstance(number, AbsentFloat | AbsentArray):
         return number.values
     if not isinstance(number, float) or not isnan(number):
         return None
@@ -154,12 +154,20 @@ def content_message(line: str, name: str) -> str:
 class AbsentArray:
     """A stand-in for a NumPy array whose content is on another rank; it has a shape and refuses all else."""
 
-    def __init__(self, line: str, like: Tensor) -> None:
-        """Stand in for the array of an absent tensor that the user's ``line`` has read."""
-        self.__dict__.update(line=line, shape=tuple(like.shape), ndim=like.dim(), size=like.numel())
+    line: str
+    values: frozenset[int]
+    shape: tuple[int, ...]
+    dtype: numpy.dtype[Any]
+
+    def __init__(self, line: str, like: Tensor, values: frozenset[int]) -> None:
+        """Stand in for the array of an absent tensor, of these values, that the user's ``line`` has read."""
+        self.__dict__.update(line=line, values=values, shape=tuple(like.shape), ndim=like.dim(), size=like.numel())
+        self.__dict__.update(dtype=dtype_of_array(like))
 
     def __len__(self) -> int:
-        return int(self.__dict__["shape"][0])
+        if not self.shape:
+            raise TypeError("len() of unsized object")  # as NumPy does
+        return self.shape[0]
 
     def __repr__(self) -> str:
         return f"absent{self.__dict__['shape']}"
@@ -223,9 +231,8 @@ def stand_in_for_content(
     shape = tuple(tensor.shape)
     if name == "numpy":
         if absent_number is None:
-            return AbsentArray(line, tensor)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return numpy.full(shape, absent_number, dtype=numpy.dtype(dtype))
+            return AbsentArray(line, tensor, values)
+        return numpy.full(shape, absent_number, dtype=dtype_of_array(tensor))
 
     def nested(sizes: tuple[int, ...]) -> Any:
         if not sizes:
@@ -233,6 +240,11 @@ def stand_in_for_content(
         return [nested(sizes[1:]) for _ in range(sizes[0])]
 
     return nested(shape)
+
+
+def dtype_of_array(tensor: Tensor) -> numpy.dtype[Any]:
+    """The dtype of the array that a tensor of any shape is read as."""
+    return numpy.dtype(str(tensor.dtype).removeprefix("torch."))
 
 
 # ``FakeTensor.tolist`` overrides torch's and reads number by number; no mode intercepts it.

@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.step.objects.pytree import flatten, map_tensors, unflatten
+from lightning_hybrid.step.standins.numbers import AbsentArray, source_values
 from lightning_hybrid.step.standins.tensors import is_absent, make_absent
 
 if TYPE_CHECKING:
@@ -92,7 +94,14 @@ def _never() -> bool:
 
 
 def _random_content(leaf: Any) -> Any:
-    """Random content for an absent tensor; it requires grad if the tensor does, for metrics that are losses."""
+    """Random content for an absent tensor; it requires grad if the tensor does, for metrics that are losses.
+
+    Also for what was read from one: a number, or an array.
+    """
+    if isinstance(leaf, AbsentArray):
+        return numpy.zeros(leaf.shape, leaf.dtype)
+    if source_values(leaf) is not None:
+        return 0.0
     if not isinstance(leaf, Tensor):
         return leaf
     if not is_absent(leaf):

@@ -289,8 +289,8 @@ def _received(module: pl.LightningModule, key: Key, sent: Mapping[str, Any]) -> 
     return Entry(key[0], metric, dict(sent["kwargs"]), [sent["value"]], [None], sent["dtype"], **other)
 
 
-# Attribute of the module while steps may run.
-_CALLS = "_hybrid_logger_calls"
+# Attributes of the module while steps may run.
+_CALLS, _SAVES = "_hybrid_logger_calls", "_hybrid_saves"
 
 
 class _LoggerProxy:
@@ -323,31 +323,52 @@ class _LoggerProxy:
 
 
 @contextlib.contextmanager
-def captured_loggers(module: pl.LightningModule) -> Iterator[None]:
-    """Record the logger calls of a step that runs inside."""
+def captured_calls(module: pl.LightningModule) -> Iterator[None]:
+    """Record the calls of a step that runs inside, to its loggers and of ``trainer.save_checkpoint``.
+
+    With manual optimization, the model changes inside of the step: a checkpoint is written where it asks for one.
+    """
     trainer = module.trainer
-    loggers = trainer._loggers
-    if not loggers or isinstance(vars(loggers[0]).get("_calls"), list):
-        yield
-        return
-    calls = vars(module).setdefault(_CALLS, [])
     keep_clean(type(module))
-    proxies = [
+    with contextlib.ExitStack() as stack:
+        if module.automatic_optimization:
+            save = partial(_record_save, vars(module).setdefault(_SAVES, []))
+            stack.enter_context(replaced(trainer, "save_checkpoint", save, reason="one checkpoint, after the step"))
+        loggers = trainer._loggers
+        if loggers and not isinstance(vars(loggers[0]).get("_calls"), list):
+            proxies = _proxies(loggers, vars(module).setdefault(_CALLS, []))
+            stack.enter_context(replaced(trainer, "_loggers", proxies, reason="loggers are told once, after the step"))
+        yield
+
+
+def _proxies(loggers: Sequence[Any], calls: list[Any]) -> list[_LoggerProxy]:
+    return [
         _LoggerProxy(lambda logger=logger: logger, calls, str(index), is_logger=True)  # type: ignore[misc]
         for index, logger in enumerate(loggers)
     ]
-    with replaced(trainer, "_loggers", proxies, reason="loggers are told once, after the step"):
-        yield
+
+
+def _record_save(saves: list[RecordedCall], *args: Any, **kwargs: Any) -> None:
+    saves.append(RecordedCall("trainer", "save_checkpoint", dict(enumerate(args)), kwargs))
+
+
+def _taken(module: pl.LightningModule, attribute: str) -> list[RecordedCall]:
+    """The calls that a step recorded: lists that microbatches append to have an entry per batch."""
+    calls = vars(module).get(attribute, [])
+    recorded = list(calls)
+    calls.clear()
+    return recorded
+
+
+def save_checkpoints(module: pl.LightningModule) -> None:
+    """Write the checkpoints that a step asked for; collective."""
+    for _, _, args, kwargs in _taken(module, _SAVES):
+        module.trainer.save_checkpoint(*args.values(), **kwargs)
 
 
 def flush_logger_calls(module: pl.LightningModule) -> None:
-    """Make the calls that a step recorded: lists that microbatches append to have an entry per batch."""
-    calls = vars(module).get(_CALLS)
-    if not calls:
-        return
-    recorded = list(calls)
-    calls.clear()
-    for path, name, args, kwargs in recorded:
+    """Make the calls to loggers that a step recorded."""
+    for path, name, args, kwargs in _taken(module, _CALLS):
         index, *attributes = path.split(".")
         target: Any = module.trainer.loggers[int(index)]
         for attribute in attributes:
@@ -355,9 +376,10 @@ def flush_logger_calls(module: pl.LightningModule) -> None:
         getattr(target, name)(*args.values(), **kwargs)
 
 
-def drop_logger_calls(module: pl.LightningModule) -> None:
+def drop_calls(module: pl.LightningModule) -> None:
     """Drop recorded calls after the run."""
-    vars(module).pop(_CALLS, None)
+    for attribute in (_CALLS, _SAVES):
+        vars(module).pop(attribute, None)
 
 
 def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> Callable[[], None]:
