@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TYPES = frozenset(
-    {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64}
-    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-)
+from harness.python_group import PATIENCE, PythonGroup, Refused, check_sendable, define_operations, tensors_in
+
 _COLLECTIVES = (
     "allreduce",
     "broadcast",
@@ -46,11 +44,6 @@ _COLLECTIVES = (
     "reduce",
     "barrier",
 )
-_PATIENCE = timedelta(seconds=20)
-
-
-class Refused(RuntimeError):
-    """NCCL would raise, or wait for ever."""
 
 
 class _Work(torch._C._distributed_c10d.Work):
@@ -66,8 +59,8 @@ class _Work(torch._C._distributed_c10d.Work):
             self._error = error
         self._done.set()
 
-    def wait(self, timeout: timedelta = _PATIENCE) -> bool:
-        if not self._done.wait((timeout or _PATIENCE).total_seconds() or _PATIENCE.total_seconds()):
+    def wait(self, timeout: timedelta = PATIENCE) -> bool:
+        if not self._done.wait((timeout or PATIENCE).total_seconds() or PATIENCE.total_seconds()):
             raise Refused("an operation waits for one that its peer begins later, or never")
         if self._error is not None:
             raise self._error
@@ -94,37 +87,12 @@ class _Communicator:
             self._queue.get().run()
 
 
-class StrictGroup(dist.ProcessGroup):
+class StrictGroup(PythonGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, *, bound: bool) -> None:
-        super().__init__(rank, size)
+        super().__init__("strict", store, rank, size, timeout)
         self._bound = bound
-        self._inner = dist.ProcessGroup(store, rank, size)
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._communicators: dict[int | None, _Communicator] = {}
         self._num_transfers: dict[int, int] = {}
-
-    def _get_backend(self, device: torch.device) -> StrictGroup:
-        return self
-
-    def name(self) -> str:
-        return "strict"
-
-    def getBackendName(self) -> str:
-        return "strict"
-
-    supports_splitting = False
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def abort(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
     def _communicator(self, peer: int | None) -> _Communicator:
         key = None if self._bound else peer
@@ -133,7 +101,8 @@ class StrictGroup(dist.ProcessGroup):
         return self._communicators[key]
 
     def _collective(self, name: str, *args: Any, **kwargs: Any) -> _Work:
-        _check(args)
+        for tensor in tensors_in(args):
+            check_sendable(tensor)
         begin = getattr(self._inner, name)
         return self._communicator(None).begin(lambda: _finished(begin(*_as_bytes(args), **kwargs)))
 
@@ -144,7 +113,7 @@ class StrictGroup(dist.ProcessGroup):
         return self._transfer(tensors[0], peer, sends=False)
 
     def _transfer(self, tensor: Tensor, peer: int, *, sends: bool) -> _Work:
-        _check(tensor)
+        check_sendable(tensor)
         number = self._num_transfers[peer] = self._num_transfers.get(peer, 0) + 1
         tag = 2 * number
 
@@ -153,7 +122,7 @@ class StrictGroup(dist.ProcessGroup):
             remote = torch.empty_like(local)
             works = [self._inner.send([local], peer, tag), self._inner.recv([remote], peer, tag)]
             for work in works:
-                work.wait(_PATIENCE)
+                work.wait(PATIENCE)
             if remote.tolist() != [int(not sends), tensor.nbytes]:
                 does = "sends" if sends else "receives"
                 raise Refused(
@@ -161,41 +130,16 @@ class StrictGroup(dist.ProcessGroup):
                     f" bytes, the other {'sends' if remote[0] else 'receives'} {int(remote[1])}"
                 )
             transfer = self._inner.send if sends else self._inner.recv
-            transfer([tensor], peer, tag + 1).wait(_PATIENCE)
+            transfer([tensor], peer, tag + 1).wait(PATIENCE)
 
         return self._communicator(peer).begin(run)
 
 
-def _collective_of(name: str) -> Callable[..., _Work]:
-    def begin(self: StrictGroup, *args: Any, **kwargs: Any) -> _Work:
-        return self._collective(name, *args, **kwargs)
-
-    return begin
-
-
-for _name in _COLLECTIVES:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(StrictGroup, _name, _collective_of(_name))
+define_operations(StrictGroup, _COLLECTIVES)
 
 
 def _finished(work: Any) -> None:
     work.wait()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _check(args: Any) -> None:
-    for tensor in _tensors(args):
-        if tensor.dtype not in _TYPES:
-            raise Refused(f"NCCL knows no {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise Refused(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps")
 
 
 def _as_bytes(value: Any) -> Any:
@@ -217,7 +161,7 @@ def as_on_gpus(*, bound: bool = False) -> Iterator[None]:
         return StrictGroup(prefix, rank, size, timeout, bound=bound)
 
     dist.Backend.register_backend("strict", make, devices=["cpu"])
-    dist.init_process_group("strict", rank=rank, world_size=size, store=store, timeout=_PATIENCE)
+    dist.init_process_group("strict", rank=rank, world_size=size, store=store, timeout=PATIENCE)
     if bound:
         dist.group.WORLD.bound_device_id = torch.device("cpu:0")
     yield

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness.communication_cases import CASES
 from harness.nccl.recording import recorded
 from harness.nccl.trace import Create, Launch, Objects, Ops, Sync, Trace, Violation, Wait, peaks_in_flight, summary
-from harness.strict_group import Refused
+from harness.python_group import Refused
 from lightning_hybrid.collectives.agreement import NumberExchange
 from lightning_hybrid.collectives.objects import broadcast_object, gather_on_first
 

@@ -6,7 +6,7 @@ waits on the host, and transfers have tags. Booleans and ``ReduceOp.AVG``, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
 from harness.gloo_via_host.copies import PAST, Copies, Event, below_modes, copies_of
 from harness.gloo_via_host.work import StagedWork, submit
+from harness.python_group import PythonGroup, define_operations, tensors_in
 from lightning_hybrid.strategies.world.failures import close_connections
 
 BACKEND = "gloo_via_host"
@@ -56,10 +57,8 @@ _OPERATIONS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
-class GlooViaHost(ProcessGroup):
+class GlooViaHost(PythonGroup):
     """A process group of ranks that may share devices."""
-
-    supports_splitting = False
 
     def __init__(
         self,
@@ -81,42 +80,13 @@ class GlooViaHost(ProcessGroup):
             device_type: Of all tensors that are communicated.
             make_copies: Makes the copies between a device and the host.
         """
-        super().__init__(rank, size)  # type: ignore[call-arg]  # only this one lets C++ call the methods below
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._gloo = ProcessGroup(store, rank, size)
-        self._gloo._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-        self._gloo._set_default_backend(ProcessGroup.BackendType.GLOO)
+        super().__init__(BACKEND, store, rank, size, timeout, device=device_type)
         self._device_type, self._make_copies = device_type, make_copies
         self._copies: dict[torch.device, Copies[Any]] = {}
 
-    # -- what torch.distributed asks of a group -----------------------------------------------------------------------
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(self._device_type)]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return BACKEND
-
-    def getBackendName(self) -> str:
-        """Return the name of the backend."""
-        return BACKEND
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """The name by which torch.distributed knows the group."""
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def shutdown(self) -> None:
-        """Do nothing: connections are closed with the group."""
-
     def abort(self) -> None:
         """Close the connections, so that ranks that wait for this one get an error."""
-        close_connections(self._gloo)
+        close_connections(self._inner)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -127,7 +97,7 @@ class GlooViaHost(ProcessGroup):
             options.timeout = opts.timeout
         copies = self._copies_of(self._current_device())
         mark = copies.mark()
-        return submit(StagedWork(mark, partial(self._gloo.barrier, options), lambda: mark, lambda _: None, []))
+        return submit(StagedWork(mark, partial(self._inner.barrier, options), lambda: mark, lambda _: None, []))
 
     def _current_device(self) -> torch.device:
         is_cuda = self._device_type == "cuda"
@@ -138,12 +108,12 @@ class GlooViaHost(ProcessGroup):
             self._copies[device] = self._make_copies(device)
         return self._copies[device]
 
-    def _begin(self, operation: str, *args: Any, **kwargs: Any) -> StagedWork:
+    def _collective(self, operation: str, *args: Any, **kwargs: Any) -> StagedWork:
         """Begin an operation of `ProcessGroup` of that name, with its arguments."""
         options = [*args, *kwargs.values()]
         reads, writes = self._arguments_copied(operation, options)
         with below_modes():
-            tensors = list(_tensors_in(args))
+            tensors = list(tensors_in(args))
             self._check(operation, tensors)
             copies = self._copies_of(tensors[0].device if tensors else self._current_device())
             mark = copies.mark()
@@ -163,7 +133,7 @@ class GlooViaHost(ProcessGroup):
                 # `data`: an operation of a C++ backend does not count as a change in place.
                 return copies.from_host(results, [output.data for output in outputs], mark)
 
-        start = partial(getattr(self._gloo, operation), *host_args, **kwargs)
+        start = partial(getattr(self._inner, operation), *host_args, **kwargs)
         return submit(StagedWork(copied, start, copy_back, copies.order_current_stream, outputs))
 
     def _check(self, operation: str, tensors: list[Tensor]) -> None:
@@ -188,30 +158,11 @@ class GlooViaHost(ProcessGroup):
         return (reads, ()) if operation == "reduce" and root != self.rank() else (reads, writes)
 
 
-def _operation(name: str) -> Callable[..., StagedWork]:
-    def begin(self: GlooViaHost, *args: Any, **kwargs: Any) -> StagedWork:
-        return self._begin(name, *args, **kwargs)
-
-    begin.__name__ = name
-    begin.__doc__ = f"Begin ``{name}``, with the arguments of `ProcessGroup`."
-    return begin
-
-
-for _name in _OPERATIONS:
-    if hasattr(ProcessGroup, _name):  # some names are of later versions of torch
-        setattr(GlooViaHost, _name, _operation(_name))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
+define_operations(GlooViaHost, _OPERATIONS)
 
 
 def _tensors_at(positions: tuple[int, ...], args: Any) -> list[Tensor]:
-    return [tensor for position in positions for tensor in _tensors_in(args[position])]
+    return [tensor for position in positions for tensor in tensors_in(args[position])]
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

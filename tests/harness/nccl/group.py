@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from harness.gloo_via_host.copies import below_modes
 from harness.nccl.lines import place
 from harness.nccl.trace import Launch, Violation, Wait
-from harness.strict_group import _TYPES, Refused
+from harness.python_group import PATIENCE, PythonGroup, check_sendable, define_operations, tensors_in
 
 # By operation: its kind, and which arguments it reads and writes.
 _OPERATIONS: dict[str, tuple[str, int, int]] = {
@@ -33,7 +33,6 @@ _OPERATIONS: dict[str, tuple[str, int, int]] = {
     "gather": ("gather", 1, 0),
     "scatter": ("scatter", 1, 0),
 }
-_PATIENCE = timedelta(seconds=20)
 
 
 class Moved:
@@ -76,7 +75,7 @@ class Operation:
                 each._deliver()
 
     def _deliver(self) -> None:
-        self.inner.wait(_PATIENCE)
+        self.inner.wait(PATIENCE)
         with below_modes():
             for moved in self._moved:
                 if moved.has_changed:
@@ -96,7 +95,7 @@ class RecordedWork(torch._C._distributed_c10d.Work):
         super().__init__()
         self._operation, self._waited_at = operation, -1
 
-    def wait(self, timeout: timedelta = _PATIENCE) -> bool:
+    def wait(self, timeout: timedelta = PATIENCE) -> bool:
         """Let the current stream wait, and for NCCL's barrier the host too."""
         operation = self._operation
         recorder = operation.recorder
@@ -111,7 +110,7 @@ class RecordedWork(torch._C._distributed_c10d.Work):
         """Whether the device is known to be done."""
         recorder, inner = self._operation.recorder, self._operation.inner
         if recorder.early:  # as on a fast device, whose peers are never behind; gloo may do it in the wait alone
-            return bool(inner.wait(_PATIENCE))
+            return bool(inner.wait(PATIENCE))
         if self._operation.is_host:
             return bool(inner.is_completed())
         return 0 <= self._waited_at < recorder.num_syncs
@@ -122,43 +121,14 @@ class RecordedWork(torch._C._distributed_c10d.Work):
             self._operation.report("dropped", "its work is dropped without a wait")
 
 
-class RecordedGroup(dist.ProcessGroup):
+class RecordedGroup(PythonGroup):
     """One group of the device, or of gloo."""
 
-    supports_splitting = False
-
-    def __init__(self, recorder: Any, store: Any, rank: int, size: int, timeout: timedelta, *, is_host: bool) -> None:
-        super().__init__(rank, size)
+    def __init__(self, recorder: Any, store: Any, rank: int, size: int, *, is_host: bool) -> None:
+        super().__init__("recorded", store, rank, size, PATIENCE)
         self.recorder, self.is_host = recorder, is_host
-        gloo = dist.ProcessGroupGloo(store, rank, size, _PATIENCE)
-        self._inner = dist.ProcessGroup(store, rank, size)
-        self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._num_transfers: dict[tuple[int, bool], int] = {}
         self.under_way: dict[str, list[Operation]] = {}
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> RecordedGroup:
-        return self
-
-    def name(self) -> str:
-        return "recorded"
-
-    def getBackendName(self) -> str:
-        return "recorded"
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def abort(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -207,10 +177,7 @@ class RecordedGroup(dist.ProcessGroup):
     def _check(self, tensor: Tensor) -> None:
         if self.is_host:
             return
-        if tensor.dtype not in _TYPES:
-            raise Refused(f"NCCL knows no {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise Refused(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps")
+        check_sendable(tensor)
         if self.recorder.marks.is_on_host(tensor):
             text = f"NCCL is given one of shape {tuple(tensor.shape)}"
             self.recorder.add(Violation("host tensor", text, place().line))
@@ -230,7 +197,7 @@ class RecordedGroup(dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(self)
         members = tuple(ranks if peer is None else sorted((ranks[self.rank()], ranks[peer])))
         comm = f"{self.group_name}:{','.join(map(str, members))}{' pair' * (peer is not None)}"
-        tensors = list(_tensors(given))
+        tensors = list(tensors_in(given))
         launch = Launch(
             number=self.recorder.next_number(),
             comm=comm,
@@ -253,22 +220,13 @@ class RecordedGroup(dist.ProcessGroup):
         return RecordedWork(Operation(self, launch, inner, moved))
 
 
-def _collective_of(name: str) -> Any:
-    def begin(self: RecordedGroup, *args: Any, **kwargs: Any) -> RecordedWork:
-        return self._collective(name, *args, **kwargs)
-
-    return begin
-
-
-for _name in _OPERATIONS:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(RecordedGroup, _name, _collective_of(_name))
+define_operations(RecordedGroup, _OPERATIONS)
 
 
 def _sizes_of(kind: str, args: Sequence[Any], size: int) -> tuple[int, ...]:
     """Elements of this rank's own tensor; of an exchange, of those to each member and of those from each."""
     if kind != "alltoall":
-        return (sum(tensor.numel() for tensor in _tensors(args[kind in ("allgather", "gather")])),)
+        return (sum(tensor.numel() for tensor in tensors_in(args[kind in ("allgather", "gather")])),)
     out, sent = args[:2]
     if isinstance(out, list):
         return tuple(tensor.numel() for tensor in (*sent, *out))
@@ -279,14 +237,6 @@ def _parts(tensor: Tensor, lengths: Sequence[int], size: int) -> list[int]:
     """Elements of the part of each member; even parts where no lengths are given."""
     width = tensor.numel() // max(1, tensor.shape[0])
     return [length * width for length in lengths] or [tensor.numel() // size] * size
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
 
 
 def _poison(tensor: Tensor) -> None:

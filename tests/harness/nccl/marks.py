@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.nccl.lines import Place, place
 from harness.nccl.trace import Ops, Sync
+from harness.python_group import tensors_in
 
 # Operations whose result, or the size of it, the host reads.
 _READS = {
@@ -68,7 +69,7 @@ class Marks(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._opname
-        given = list(_tensors(args)) if name != "lift_fresh" else []
+        given = list(tensors_in(args)) if name != "lift_fresh" else []
         away = [tensor for tensor in given if self.is_on_host(tensor)]
         is_host = bool(away) and len(away) == len(given)
         if given and not is_host and (what := _read(name, args, kwargs)):
@@ -79,7 +80,7 @@ class Marks(TorchDispatchMode):
         self.num_ops += 1
         if not given:
             is_host = self._is_made_on_host(place())
-        for tensor in _tensors((out,)):
+        for tensor in tensors_in((out,)):
             if is_host and not any(tensor is other for other in given):
                 self.mark(tensor)
         return out
@@ -123,14 +124,6 @@ def _read(name: str, args: Any, kwargs: Any) -> str:
         by_mask = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         return "index by mask" if by_mask and not (name != "index" and args[2].numel() == 1) else ""
     return ""
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def recorded(*, early: bool = False) -> Iterator[Trace]:
 def _maker(recorder: Recorder, *, is_host: bool) -> Any:
     def make(store: Any, rank: int, size: int, timeout: Any) -> RecordedGroup:
         recorder.add(Create("", size, is_host))
-        return RecordedGroup(recorder, store, rank, size, timeout, is_host=is_host)
+        return RecordedGroup(recorder, store, rank, size, is_host=is_host)
 
     return make
 

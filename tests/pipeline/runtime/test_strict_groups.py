@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.strict_group import Refused, as_on_gpus
+from harness.python_group import Refused
+from harness.strict_group import as_on_gpus
 from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
