@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from models.regression import closure_of
+
 # ---- A: something still holds a frozen parameter of a layer that is freed
 
 
@@ -146,16 +148,7 @@ class Alternates(TwoOptimizers):
 
 class ByClosure(ManualAdam):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.change_gradients()
-            return loss
-
-        loss = optimizer.step(closure)
+        loss = self.optimizers().step(closure_of(self, batch, self.change_gradients))
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
 
     def change_gradients(self) -> None:

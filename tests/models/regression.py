@@ -71,19 +71,24 @@ class ManualStep(Manual):
         self.log("loss", loss)
 
 
+def closure_of(module, batch, then=lambda: None):
+    """The closure of a manual step: a loss, its backward, and what a test does ``then`` to gradients or states."""
+
+    def closure():
+        module.optimizers().zero_grad()
+        loss = module.loss(batch)
+        module.manual_backward(loss)
+        then()
+        return loss
+
+    return closure
+
+
 class ManualClosure(Manual):
     """Steps an optimizer that calls the closure itself."""
 
     def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-
-        def closure():
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        self.log("loss", optimizer.step(closure))
+        self.log("loss", self.optimizers().step(closure_of(self, batch)))
 
 
 FEATURES = 6

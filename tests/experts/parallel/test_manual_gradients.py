@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from faults.layouts import FEATURES, Case, Regression, check
 from torch import Tensor, nn
 
 from models.expert_modules import BestOfFour
+from models.regression import closure_of
 
 
 class ReadsGradients(Regression):
@@ -70,16 +72,7 @@ class ClipsInClosure(ReadsGradients):
     """A hook reads what the closure has clipped."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.change(batch_idx)
-            return loss
-
-        optimizer.step(closure)
+        self.optimizers().step(closure_of(self, batch, partial(self.change, batch_idx)))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.see()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.expert_modules import StackedWeights
+from models.regression import closure_of
 
 SLOW = pytest.mark.slow
 
@@ -106,18 +107,12 @@ class Refers(Manual):
 
 class InClosure(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
+        self.optimizers().step(closure_of(self, batch, self.halve))
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            for gradient in self.gradients():
-                gradient.data.mul_(0.5)
-            self.see()
-            return loss
-
-        optimizer.step(closure)
+    def halve(self) -> None:
+        for gradient in self.gradients():
+            gradient.data.mul_(0.5)
+        self.see()
 
 
 class Differentiates(Manual):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from faults.layouts import Case, check, refusal
 from params.reads.test_gradients_in_steps import Manual, Routed, perceptron
-from torch import Tensor
+
+from models.regression import closure_of
 
 SLOW = pytest.mark.slow
 
@@ -60,21 +61,15 @@ class InClosure(Stateful):
     """A closure reads the states, and writes later into what it has kept."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            for state in optimizer.state.values():
-                self.seen.append(float(state["exp_avg"].norm()))
-                state["exp_avg"].mul_(0.9)
-            return loss
-
-        optimizer.step(closure=closure)
-        flat = [state["exp_avg"].view(-1) for state in optimizer.state.values()]
+        self.optimizers().step(closure=closure_of(self, batch, self.change_states))
+        flat = [state["exp_avg"].view(-1) for state in self.optimizers().state.values()]
         for one in flat:
             one[-1] = 0.2
+
+    def change_states(self) -> None:
+        for state in self.optimizers().state.values():
+            self.seen.append(float(state["exp_avg"].norm()))
+            state["exp_avg"].mul_(0.9)
 
 
 class Saves(Stateful):
