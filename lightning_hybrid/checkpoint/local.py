@@ -27,8 +27,8 @@ from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensors import on_host, subclasses_as_dicts
 from lightning_hybrid.step.standins.tensors import FULL_SHAPE, full_shape, is_absent
 
-# The ranks with the same boxes as this one, of which one writes: those of all replicas, or only of the first, where
-# others have other values. Copies of what is sharded over replicas are along another axis of the mesh.
+# Of the ranks with the same boxes as this one, one writes: a rank of any replica, or of the first, where others have
+# other values. Copies of what is sharded over replicas are along another axis of the mesh.
 ANY, FIRST = "data", "first"
 _COPY_AXIS = {"dp_shard": "dp_replicate", "ep": "ep_replicate", "ep_shard": "ep_outer"}
 

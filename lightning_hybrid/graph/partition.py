@@ -339,7 +339,8 @@ def _covers(cut: str, name: str) -> bool:
 def _updates(graph: StepGraph) -> dict[int, tuple[str, ...]]:
     """Operations that only update parameters and buffers (a momentum teacher), and what each reads and writes.
 
-    By node index: those that write, and those whose results only they use; names include those of the chain before.
+    By node index: the operations that write, and the operations whose results only these use. What an operation reads
+    and writes includes the names of the operations before it in such a chain.
     """
     read_by: dict[int, list[int]] = {}
     for node in graph.nodes:

@@ -78,7 +78,7 @@ class LAMB(TrustRatioOptimizer):
         bounded = weight_norm if group["max_norm"] is None else weight_norm.clamp(max=group["max_norm"])
         has_ratio = (weight_norm > 0) & (update_norm > 0)
         ratio = torch.where(has_ratio, bounded / update_norm, torch.ones_like(update_norm))
-        # The update is computed again: holding those of all parameters would take the bytes of all of them.
+        # The update is computed again: to keep the updates of all parameters would take as many bytes as these.
         p.sub_(self._update(p, group).mul_(ratio * group["lr"]))
 
     def _update(self, p: Tensor, group: dict[str, Any]) -> Tensor:

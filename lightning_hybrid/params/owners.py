@@ -96,7 +96,7 @@ class ParameterOwners:
         ``entries`` are by the parameter's number, or other keys; parameters and states have any shape.
 
         Returns:
-            The entries, on the first rank those of all owners.
+            The entries; what an owner keeps is then on the first rank alone.
         """
         found = dict(entries)
         if not any(p in self for p in parameters):

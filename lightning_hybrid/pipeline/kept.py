@@ -1,8 +1,8 @@
 """Entries that a step appends to lists of its modules: one per batch, joined from the microbatches' entries.
 
 ``self.outputs.append(loss)`` is Lightning's idiom for values that the end of an epoch reads. If every microbatch has
-appended equally many entries to a list, they are joined entry by entry; all other changes of modules are those of
-gradient accumulation.
+appended equally many entries to a list, they are joined entry by entry; modules change otherwise as if gradients were
+accumulated over the microbatches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`RunPlan`: what the ranks of a run would hold, decided in one process that stands for the first of them.
 
 The process groups are torch's fake ones, in which a collective leaves this rank's values as they are. All decisions of
-a start are made by the first rank, or from what every rank finds equally, so that they are those of the real ranks.
+a start are made by the first rank, or from what every rank finds equally, so that real ranks would decide the same.
 No Trainer runs: of a fit, only the hooks before `Strategy.setup` are called.
 """
 

@@ -21,8 +21,8 @@ class RankGroup:
 
     size: int  # ranks of each group
     nodes: int  # nodes that the most widely spread group has members in
-    # groups with members in one node and in others, which share that node's links to others; those of the node that has
-    # most of them, and 1 at least
+    # groups with members in one node and in others, which share that node's links to others: their number in the node
+    # that has most of them, and 1 at least
     groups_per_node: int
 
 
@@ -33,7 +33,7 @@ def group_of_axis(size: int, stride: int, devices_per_node: int, ranks: int | No
         size: Ranks of the axis.
         stride: Product of the sizes of the axes inside it, by which consecutive members differ.
         devices_per_node: Devices of a node.
-        ranks: Ranks of the cluster; those of ``size * stride`` ranks and its repetitions, if None.
+        ranks: Number of ranks of the cluster; if None, any multiple of ``size * stride``.
     """
     block, node = size * stride, devices_per_node
     if size == 1:

@@ -166,7 +166,7 @@ class MemoryModel:
                 kept = self.saved(layer, layout.recompute if layer.repeats else "none")
                 if not (layout.forwards and layer.repeats):
                     saved += count * self.autocast_copies(layer)
-                # Where activations are on the host, those of two layers are on the device.
+                # Where activations are on the host, the device holds the activations of two layers.
                 is_here = "activations" not in layout.elsewhere
                 saved = saved + microbatches * count * kept if is_here else max(saved, 2 * kept)
                 one_layer = max(one_layer, self.saved(layer, "none") - kept)

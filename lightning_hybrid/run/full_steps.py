@@ -54,7 +54,7 @@ def shardings_in_step(run: Run) -> list[AxisSharding]:
 def read_in_manual_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that combine parameters, or need all elements of one, read full parameters in their steps.
 
-    Returns those that read full parameters over other ranks than those of ZeRO.
+    Returns the optimizers that read parameters which are sharded over other ranks than replicas.
     """
     if not run.parts:
         return []

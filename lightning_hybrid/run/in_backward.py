@@ -71,7 +71,7 @@ def connect_steps_in_backward(
     )
     run.until_end.callback(steps.close)
     for stage, members in reducers.items():
-        # With stages, those of None are summed over stages after they are averaged.
+        # With stages, gradients that belong to no single one are summed over stages after they are averaged.
         for reducer in members if stage is not None or not is_partitioned else ():
             reducer.call_on_averages(steps.step)
     run.active.step_in_backward(steps.step_shards)

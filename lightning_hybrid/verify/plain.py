@@ -1,7 +1,7 @@
 """The reference: the plain Trainer in one process, whose steps receive the batches of all replicas, joined to one.
 
-Lightning runs the user's step, backward and hooks; nothing is split. Two things are those of the layout, which says so:
-random numbers are keyed by the microbatch that a row belongs to, and so are the statistics of BatchNorm.
+Lightning runs the user's step, backward and hooks; nothing is split. Two things follow the layout, which says so:
+random numbers are keyed by the microbatch that a row belongs to, and statistics of BatchNorm are taken over its rows.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Two policies, with the same results:
   when that comes to another layer, for each microbatch. Within the step this rank holds two layers at a time.
 
 All ranks of a shard launch the same collectives in the same order, whatever order a rank's code takes: by [Note: one
-order] those of gradients, and gathers of the first policy, go in the order of the layers. Gathers of the second policy
+order] sums of gradients, and gathers of the first policy, go in the order of the layers. Gathers of the second policy
 follow the calls, so before each the ranks agree on what comes (``GatherRounds``).
 
 [Note: full in its backward] A backward reads parameters in more ways than saved tensors show: autograd functions and

@@ -91,7 +91,7 @@ class ListedExperts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Runs experts on rows of shape [P, dim], sorted by expert, with counts [E]; the result has the rows' shape."""
         outputs = []
-        # Experts without rows run too: all their parameters get gradients, as those of grouped ones do.
+        # Experts without rows run too: all their parameters get gradients, as in a grouped layer.
         for expert, inputs in zip(self.experts, rows.split(counts.tolist()), strict=True):
             outputs.append(expert(inputs) if self._takes_rows else expert(inputs[None])[0])
         return torch.cat(outputs)

@@ -10,7 +10,7 @@ keeps everything or its inputs: its compiler decides what it saves, about as muc
     maximize  sum work[l, c] * y[l, c]    subject to    sum_c y[l, c] <= 1                                for each layer
               peak[t] + sum bytes[t, l, c] * y[l, c] <= budget                                        for each interval
 
-``work`` is what choice c of layer l spares in its backward. ``bytes`` are those of all of the layer's runs whose
+``work`` is what choice c of layer l spares in its backward. ``bytes`` is what it holds for all runs of the layer whose
 forward has ended and whose backward has not begun, and what a forward or a repetition takes more: in its backward a
 layer has its saved tensors in memory whatever is chosen. Results are bitwise equal for all choices, so each rank
 decides by itself, unless ranks communicate in layers.

@@ -66,7 +66,7 @@ def _of_stage(
     gradients = sum(each.nbytes for each in trained)
     if run.is_pipelined:
         if setting.trainer.accumulate_grad_batches > 1:
-            working += gradients  # copies of those of earlier batches, for a rollback
+            working += gradients  # copies of the gradients of earlier batches, for a rollback
         elif old_gradients_are_read(setting.trainer):
             working += sum(each.shard_bytes for each in trained)
         # A new gradient beside the sum, and the optimizer's step.

@@ -234,7 +234,7 @@ class StepExecution(OwnedByRun):
             del failure, attempt  # with the frames of the traceback, which hold tensors of the step
         for policy in self.policies:
             policy.after_batch(output)
-        save_checkpoints(self.setting.module)
+        save_checkpoints(self.setting.module, is_stepped=self.optimization.in_backward is not None)
         return output
 
     def _begin(self, args: Sequence[Any]) -> None:

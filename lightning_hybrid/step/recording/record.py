@@ -97,7 +97,7 @@ class Recipe:
     def _unsaved(self) -> AbstractContextManager[Any]:
         """Write no checkpoint inside: ranks hold stand-ins, and only some may record."""
         trainer = getattr(self.root, "_trainer", None)
-        if trainer is None:
+        if not trainer:
             return contextlib.nullcontext()
         return replaced(trainer, "save_checkpoint", lambda *_, **__: None, reason="no checkpoint of a recording")
 

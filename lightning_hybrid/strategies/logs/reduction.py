@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchmetrics import Metric
 
 from lightning_hybrid.batch.merge import REDUCTIONS
-from lightning_hybrid.errors import RanksDisagree
+from lightning_hybrid.errors import BackwardStepError, RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import ignore_warnings, keep_clean, replace, replaced
 from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
@@ -360,9 +360,19 @@ def _taken(module: pl.LightningModule, attribute: str) -> list[RecordedCall]:
     return recorded
 
 
-def save_checkpoints(module: pl.LightningModule) -> None:
-    """Write the checkpoints that a step asked for; collective."""
+def save_checkpoints(module: pl.LightningModule, *, is_stepped: bool = False) -> None:
+    """Write the checkpoints that a step asked for; collective.
+
+    Raises:
+        BackwardStepError: There is one, and the parameters have been stepped since (``is_stepped``).
+    """
     for _, _, args, kwargs in _taken(module, _SAVES):
+        if is_stepped:
+            raise BackwardStepError(
+                "training_step calls trainer.save_checkpoint, and its backward has stepped the parameters before the"
+                " checkpoint can be written; save in on_train_batch_end, or set optimizer_in_backward=False",
+                entry="save-in-step",
+            )
         module.trainer.save_checkpoint(*args.values(), **kwargs)
 
 

@@ -207,7 +207,7 @@ def local_and_expected(
     """Pairs the local shards of "grads" or "buffers", of any shape, with the expected slices; nothing is gathered.
 
     Returns:
-        For each shard, the tensors of all context ranks and the slice; for a replicated one, those of all ranks.
+        For each shard, the tensors of all context ranks and the slice; for a replicated tensor, one pair of all ranks.
     """
     found = [getattr(outcome, kind)[name] for outcome in outcomes]
     placement, context = plan.placements.get(name), len(found) // plan.size

@@ -176,7 +176,7 @@ class ParallelLinears:
         sequence, over, placement = self.sequence, self._ranks, self._plan.placements[linear.parameter("weight")]
         x, is_sharded = self.sequence.linear_input(linear.fqn, x)
         if isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
-            # Positions are exchanged for features after the linear, which has those of the tensor rank.
+            # Positions are exchanged for features after the linear, which makes the features of the tensor rank.
             assert self._plan.positions is not None
             over, placement = self._all, self._plan.positions.features[linear.fqn]
             if is_sharded:

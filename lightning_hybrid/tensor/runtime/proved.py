@@ -1,10 +1,10 @@
 """A check that the forwards of a sharded unit do in a run what its plan was proved for.
 
 A plan holds for the code that ran in trials. So before the first forward with other plain arguments, shapes, attributes
-or modules than before, the unit is run on trial, without side effects: the lines of code that call torch must be among
-those of the trials, and its results those of the full unit. Where it runs other lines, its plan is proved again with
-the arguments of that call; if that fails, the unit runs full. Units that read values of tensors are not sharded
-at all. A branch on anything else, such as a global variable, is not detected.
+or modules than before, the unit is run on trial, without side effects: only lines of code that the proof has run may
+call torch, and the results must equal the full unit's. Where it runs other lines, its plan is proved again with the
+arguments of that call; if that fails, the unit runs full. Units that read values of tensors are not sharded at all. A
+branch on anything else, such as a global variable, is not detected.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Inputs and outputs are equal on all tensor ranks, and on all context ranks.
 
 Where the sequence is sharded over context ranks, linears are sharded over tensor ranks and get local positions. In a
 region that mixes positions, context ranks exchange them for features after its columns and before its rows, so its
-features are sharded over tensor ranks times context ranks; those of other regions over tensor ranks:
+features are sharded over tensor ranks times context ranks. Features of other regions are sharded over tensor ranks:
 
     local positions ─► column of a tensor rank ─► all-to-all ─► local heads, all positions ─► all-to-all ─► row ─► sum
 """

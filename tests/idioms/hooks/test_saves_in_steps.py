@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from harness.stored_values import StoresValues, assert_equal, run
+from harness.worlds.worlds_plugin import RankError
 
 
 class Saves(StoresValues):
@@ -73,3 +74,10 @@ def test_checkpoints_of_a_step(worlds, tmp_path, make, layout):
         assert found.keys() == expected.keys()
     else:
         assert_equal(found, expected)
+
+
+def test_a_step_in_the_backward_comes_too_early(worlds, tmp_path):
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "optimizer_in_backward": True}
+    with pytest.raises(RankError) as error:
+        worlds.run(2, run_in, tmp_path / "ranks", Saves, 2, options, timeout=60)
+    assert str(error.value).count("save-in-step") == 2  # on both ranks
