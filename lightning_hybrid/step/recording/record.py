@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.errors import ControlFlowError
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, reachable_leaves
@@ -37,8 +38,10 @@ from lightning_hybrid.step.standins.tensors import absent_members
 from lightning_hybrid.step.tracing.functions import BackwardCode, refuse_uninterceptable_functions
 from lightning_hybrid.step.tracing.instrument import intercepted_step
 from lightning_hybrid.step.tracing.metrics import MetricDryRun, find_sinks
-from lightning_hybrid.step.tracing.mode import CurrentRun
+from lightning_hybrid.step.tracing.mode import CurrentRun, user_line
 from lightning_hybrid.step.tracing.recording import Recording
+
+_COLLECTIVE = ("barrier", "broadcast", "reduce_boolean_decision")  # methods of a strategy, over all ranks
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,20 @@ class Recipe:
                 logs.append((name, float(number) if isinstance(number, bool | int | float) else None))
 
         grad = torch.set_grad_enabled(self.trains or torch.is_grad_enabled())
-        with grad, self.context(), self._unsaved(), replaced(self.root, "log", log, reason="records what a step logs"):
+        with grad, self.context(), self._alone(), replaced(self.root, "log", log, reason="records what a step logs"):
             return replace(self._recorded(full_graph=full_graph), logged=tuple(logs))
 
-    def _unsaved(self) -> AbstractContextManager[Any]:
-        """Write no checkpoint inside: ranks hold stand-ins, and only some may record."""
-        trainer = getattr(self.root, "_trainer", None)
-        if not trainer:
-            return contextlib.nullcontext()
-        return replaced(trainer, "save_checkpoint", lambda *_, **__: None, reason="no checkpoint of a recording")
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Write no checkpoint inside, as ranks hold stand-ins; let a step that is to be replayed wait for no rank."""
+        with contextlib.ExitStack() as stack:
+            if trainer := getattr(self.root, "_trainer", None):
+                ignored = replaced(trainer, "save_checkpoint", lambda *_, **__: None, reason="none of a recording")
+                stack.enter_context(ignored)
+                for name in () if self.guesses else _COLLECTIVE:
+                    refuse, why = partial(_refuse_to_wait, name), "stages come at different times"
+                    stack.enter_context(replaced(trainer.strategy, name, refuse, reason=why))
+            yield
 
     def _recorded(self, *, full_graph: bool) -> Recording:
         root, units, randomness, unguarded_reads = self.root, self.units, self.randomness, self.unguarded_reads
@@ -152,3 +160,11 @@ def _owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]
     """FQNs of the parameters and tracked buffers of a unit; ``names`` has the model's FQNs by id."""
     tensors = [*unit.parameters(), *unit.buffers()]
     return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))
+
+
+def _refuse_to_wait(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise StepError(
+        f"{user_line()}: the step calls trainer.strategy.{name}, where all ranks wait for each other, but stages run"
+        f" the step at different times; call it in a hook, such as on_train_batch_end, or {WITHOUT_STAGES}",
+        entry="waits-in-step",
+    )

@@ -9,7 +9,13 @@ from torch import nn
 
 from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.step.standins.marks import Marks
-from lightning_hybrid.step.standins.numbers import AbsentArray, AbsentFloat, has_absent_content, stand_in_for_content
+from lightning_hybrid.step.standins.numbers import (
+    AbsentArray,
+    AbsentFloat,
+    has_absent_content,
+    source_values,
+    stand_in_for_content,
+)
 from lightning_hybrid.step.standins.tensors import drop, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.tracing.mode import in_canonical_order
 
@@ -40,8 +46,9 @@ def test_absent_number_refuses_decisions():
 
 
 def test_absent_array_has_sizes_alone():
-    array = AbsentArray("train.py:3", torch.ones(2, 3))
+    array = AbsentArray("train.py:3", torch.ones(2, 3), frozenset({1}))
     assert len(array) == 2 and array.shape == (2, 3) and has_absent_content(array)
+    assert source_values(array) == {1}
     for read in (lambda: array + 1, lambda: array[0], lambda: numpy.isfinite(array)):
         with pytest.raises(ControlFlowError, match=r"train\.py:3"):
             read()
