@@ -72,3 +72,28 @@ def test_full_in_files_and_pickles(worlds, tmp_path, module, options):
     [(_, weights)] = worlds.run(1, fit_and_save, module, 1, {}, plain, plain / "after fit")
     for _, mine in worlds.run(2, fit_and_save, module, 2, options, saved, saved / "after validation"):
         assert_same(mine, weights)
+
+
+def gathers_of_resume(path):
+    """The ranks that optimizers ask for full states while a fit goes on from a file."""
+    from lightning_hybrid.run.optimizer_states import OptimizerStates
+
+    fit_and_save(ByAdam, 2, {"zero_stage": 2}, path)
+    asked, full_state = [], OptimizerStates.full_state
+
+    def counted(states, optimizer):
+        asked.append(type(optimizer).__name__)
+        return full_state(states, optimizer)
+
+    OptimizerStates.full_state = counted
+    try:
+        trainer = trainer_of(2, strategy_options={"zero_stage": 2}, max_epochs=2)
+        torch.manual_seed(0)
+        trainer.fit(ByAdam().double(), regression_data()["train_dataloaders"], ckpt_path=path / "after fit")
+    finally:
+        OptimizerStates.full_state = full_state
+    return asked
+
+
+def test_a_resume_gathers_no_states(worlds, tmp_path):
+    assert worlds.run(2, gathers_of_resume, tmp_path) == [[], []]
