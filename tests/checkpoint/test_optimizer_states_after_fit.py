@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.checkpoint_runs import states_of
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of
+from lightning_hybrid.errors import RanksDisagree
 from models.regression import ManualStep, Regression, regression_data
 
 
@@ -97,3 +98,15 @@ def gathers_of_resume(path):
 
 def test_a_resume_gathers_no_states(worlds, tmp_path):
     assert worlds.run(2, gathers_of_resume, tmp_path) == [[], []]
+
+
+def resume_on_one_rank(path):
+    fit_and_save(ByAdam, 2, {}, path)
+    trainer = trainer_of(2, max_epochs=2)
+    data = regression_data()["train_dataloaders"]
+    with pytest.raises(RanksDisagree, match=r"ranks \[1\] find no checkpoint, and others go on from .*after fit"):
+        trainer.fit(ByAdam().double(), data, ckpt_path=None if trainer.global_rank else path / "after fit")
+
+
+def test_a_resume_of_some_ranks_is_refused_on_all(worlds, tmp_path):
+    worlds.run(2, resume_on_one_rank, tmp_path)
