@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.collectives.tensors import aligned_numel
 from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.params import store
 from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, guard, unguard
@@ -75,9 +76,10 @@ class ParameterGroup:
             store.reshard(parameters[name], self._shards.shown(name))
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.messages = GradientMessages(shapes, self._placements, ranks, sparse)
-        self._offsets, self._shard_numel = offsets_of(
+        self._offsets, length = offsets_of(
             {name: numel_of_largest_shard(shapes[name], placement) for name, placement in self._placements.items()}
         )
+        self._row_numel = aligned_numel(length, self._sent_dtype)
         self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
@@ -136,7 +138,7 @@ class ParameterGroup:
         return self.is_full or self._gathering is not None or not self._placements
 
     def _send(self) -> tuple[dist.Work, Tensor]:
-        message = self._empty.new_zeros(self._shard_numel, dtype=self._sent_dtype)
+        message = self._empty.new_zeros(self._row_numel, dtype=self._sent_dtype)
         for name, offset in self._offsets.items():
             shard = self._shards[name]
             message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
@@ -188,7 +190,7 @@ class ParameterGroup:
             shape = list(shard.shape)
             shape[placement.dim] = placement.length
             full = self._full[name] = self._empty.new_empty(shape)
-        stride, offset = self._shard_numel, self._offsets[name]
+        stride, offset = self._row_numel, self._offsets[name]
         for rank in range(self._size):
             if rank == self._rank and self.keeps_full and shard.untyped_storage() is full.untyped_storage():
                 continue  # this rank's shard is a view of it

@@ -1,6 +1,6 @@
 """Messages in which the gradients of one group of parameters are reduced: a reduce-scatter of one row for each rank.
 
-    row of a rank   its shard of each gradient | flags of the rows of sparse gradients | a flag for each gradient
+    row of a rank   its shard of each gradient | flags of rows of sparse gradients | padding | a flag for each gradient
 
 Gradients that are sparse in their first dim (``nn.Embedding(sparse=True)``) are sent as dense ones, with a flag for
 each row that a rank has: to an optimizer a missing row is not a zero one.
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.collectives.tensors import aligned_numel
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
 
@@ -72,7 +73,7 @@ class GradientMessages:
         self._offsets, length = offsets_of({name: self._sizes[name] for name in names} | rows)
         self._device_type, self._dtype = empty.device.type, empty.dtype
         dtype = self._ranks.reduce_dtype or empty.dtype
-        self._message = empty.new_zeros(self._size, length + len(names), dtype=dtype)
+        self._message = empty.new_zeros(self._size, aligned_numel(length + len(names), dtype), dtype=dtype)
 
     def write(self, name: str, gradient: Tensor) -> None:
         """Write a gradient of the full shape, dense or sparse, into the message."""

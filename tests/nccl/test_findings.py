@@ -6,6 +6,7 @@ The numbers are those of the review of readiness for NCCL.
 import datetime
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
@@ -13,6 +14,7 @@ from harness.fits import Run, fit
 from harness.nccl import judges
 from harness.nccl.recording import RecordedWorlds
 from harness.nccl.timeouts import other_timeouts
+from harness.nccl.trace import Launch
 from lightning_hybrid.checkpoint import local
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params import owners
@@ -121,6 +123,20 @@ def test_groups_with_the_default_timeout_are_found(worlds):
 def test_no_receive_is_posted_before_what_it_depends_on(worlds, schedule, m):
     run = Run("UNet", pp=3, microbatches=m, strategy={"stages_per_rank": 2, "schedule": schedule})
     assert not judges.stuck_at_allocations(traces_of(worlds, run))
+
+
+# -- finding 14, repaired: rows of ZeRO's messages ended anywhere -----------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rows_of_shards_are_multiples_of_16_bytes(worlds, stage):
+    run = Run("UNet", dp=2, strategy={**BY_LAYER, "zero_stage": stage})
+    launches = [launch for trace in traces_of(worlds, run) for launch in trace.of(Launch) if not launch.is_host]
+    rows = {kind: 1 if kind == "allgather" else run.world_size for kind in ("allgather", "reduce_scatter")}
+    sent = [each for each in launches if each.line.startswith("zero/") and each.kind in rows]
+    assert {each.kind for each in sent} == {*rows}
+    nbytes = [each.sizes[0] // rows[each.kind] * getattr(torch, each.dtype).itemsize for each in sent]
+    assert not [length for length in nbytes if length % 16]
 
 
 # -- not repaired ----------------------------------------------------------------------------------------------------
