@@ -164,7 +164,7 @@ class Zero(Technique):
         active = ZeroSharding(module, groups, ranks, device, per_layer=by_layer)
         self._per_layer = by_layer
         if by_layer and len(ranks_on) == 1 and ranks.shard.size() > 1:
-            active.gather_in_rounds(mesh)
+            active.gather_in_rounds(mesh, has_stages=run.mesh.size("pp") > 1)
         if run.runner is not None and run.runner.guards is not None:  # a recording shows what steps read otherwise
             active.gather_on_read(run.runner.guards)
         run.until_end.callback(active.close)

@@ -130,7 +130,7 @@ def test_no_receive_is_posted_before_what_it_depends_on(worlds, schedule, m):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_rows_of_shards_are_multiples_of_16_bytes(worlds, stage):
-    run = Run("UNet", dp=2, strategy={**BY_LAYER, "zero_stage": stage})
+    run = Run("UNet", dp=2, dtype=torch.float32, strategy={**BY_LAYER, "zero_stage": stage})
     launches = [launch for trace in traces_of(worlds, run) for launch in trace.of(Launch) if not launch.is_host]
     rows = {kind: 1 if kind == "allgather" else run.world_size for kind in ("allgather", "reduce_scatter")}
     sent = [each for each in launches if each.line.startswith("zero/") and each.kind in rows]
