@@ -236,7 +236,7 @@ class _LoaderProgress:
     """
 
     def __init__(self, world: Any) -> None:
-        self._mesh, self._is_over = world.mesh, world.any_failed
+        self._mesh, self._is_over, self._seconds = world.mesh, world.any_failed, world.timeout.total_seconds()
         self._store = store_of_run("evaluated", world.mesh.rank)
         self._evaluation = 0
 
@@ -260,7 +260,7 @@ class _LoaderProgress:
             return end >= 0 or self._published(f"at-{loader}", ranks[position]) >= batch
 
         unknown = [position for position, count in enumerate(counts) if count == math.inf]
-        wait_until(lambda: all(map(has_come, unknown)), math.inf, self._is_over)
+        wait_until(lambda: all(map(has_come, unknown)), self._seconds, self._is_over)
         return known
 
     def _publish(self, what: str, number: int) -> None:
