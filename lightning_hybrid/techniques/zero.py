@@ -163,8 +163,9 @@ class Zero(Technique):
             by_layer = setting.world.decide(by_layer, all_ranks=False)
         active = ZeroSharding(module, groups, ranks, device, per_layer=by_layer)
         self._per_layer = by_layer
-        if by_layer and len(ranks_on) == 1 and ranks.shard.size() > 1:
-            active.gather_in_rounds(mesh, has_stages=run.mesh.size("pp") > 1)
+        if by_layer and ranks.shard.size() > 1:
+            # Evaluation may leave the trace of a stage on some ranks, and uses full experts.
+            active.gather_in_rounds(mesh, in_evaluation=mesh.size("pp") == 1 and len(ranks_on) == 1)
         if run.runner is not None and run.runner.guards is not None:  # a recording shows what steps read otherwise
             active.gather_on_read(run.runner.guards)
         run.until_end.callback(active.close)

@@ -100,9 +100,9 @@ class ParameterGroup:
         """Reduce the gradients of these parameters, from the next backward on."""
         self.trained = list(names)
 
-    def gather_through(self, ranks: dist.ProcessGroup) -> None:
-        """Send shards through a group of the same ranks that nothing else uses."""
-        self._gather_group = ranks
+    def gather_through(self, groups: Mapping[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+        """Send shards through another group of the same ranks, by the group of the shard, that nothing else uses."""
+        self._gather_group = groups[self._ranks.shard]
 
     def guard_reads(self, gather: GatherCallbacks) -> None:
         """Gather parameters when code outside the layer reads them."""

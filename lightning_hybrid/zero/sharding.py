@@ -91,7 +91,7 @@ class ZeroSharding(Active):
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._rounds: GatherRounds | None = None
         self._rank_local_rounds: GatherRounds | None = None  # of code outside steps
-        self._has_stages = self._settles_forwards = False
+        self._evaluates_in_rounds = self._settles_forwards = False
         self._is_evaluating, self._same_microbatches, self._is_full_step = False, True, False
         self.running_layers: set[str] = set()
         self._saved_views: dict[frozenset[str], SavedViews] = {}
@@ -115,9 +115,9 @@ class ZeroSharding(Active):
             for group in members if stage is not None else ():  # the others are summed over stages
                 group.call_on_averages(lambda group: step(group.reduced_shards()))
 
-    def gather_in_rounds(self, mesh: Mesh, *, has_stages: bool) -> None:
-        """Let ranks call layers in different orders, by ``GatherRounds``."""
-        self._has_stages = has_stages
+    def gather_in_rounds(self, mesh: Mesh, *, in_evaluation: bool) -> None:
+        """Let ranks call layers in different orders, by ``GatherRounds``, also in an evaluation where that may be."""
+        self._evaluates_in_rounds = in_evaluation
         self._rounds = GatherRounds(mesh, self._all, self._reductions)
 
     @property
@@ -308,10 +308,10 @@ class ZeroSharding(Active):
     def begin_evaluation(self, is_even: bool) -> None:
         """Keep parameters full from now on: replicas with other numbers of batches must not wait for each other.
 
-        Where they have as many (``is_even``), layers are gathered one by one as in training, if steps have no stages.
+        Where they have as many (``is_even``), layers may be gathered one by one, as in training.
         """
         self.check()
-        self._settles_forwards = is_even and self._rounds is not None and self._by_layer and not self._has_stages
+        self._settles_forwards = is_even and self._by_layer and self._evaluates_in_rounds
         if self._settles_forwards:
             return
         for group, following in itertools.pairwise([*self._all, *self._all[-1:]]):
