@@ -99,3 +99,54 @@ def test_requests_until_a_rank_waits_elsewhere(ranks_of):
     with pytest.raises(NotOnAllRanks, match=f"ranks .{other}. wait for this one in a read"):
         here.meet("a save")
     assert store.count < MOST * POLLS + 4 * size
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_requests_until_all_of_a_replica_have_tried_to_record(ranks_of, is_done):
+    size, store, at, _ = ranks_of
+    layout = at(0)._mesh.layout
+    replica = [at(rank) for rank in range(1, size) if layout.data_rank(rank) == 0]
+    for other in replica:
+        other._set_recorded(is_done=is_done and other is replica[-1])
+    store.count = 0
+    assert at(0).fails_alone() is is_done
+    assert store.count < MOST
+
+
+class CountedStore(dist.Store):
+    """A store that counts what the start of process groups asks."""
+
+    count = 0
+
+    def set(self, key, value):
+        self.count += 1
+
+    def get(self, key):
+        self.count += 1
+        return b""
+
+    def add(self, key, number):
+        self.count += 1
+        return number
+
+    def check(self, keys):
+        self.count += 1
+        return True
+
+    def wait(self, *args):
+        self.count += 1
+
+    def set_timeout(self, timeout):
+        pass
+
+
+@pytest.mark.parametrize("size", [64, 1024])
+def test_requests_of_the_process_groups(size):
+    layout = ParallelLayout(pipeline_parallel_size=4, data_shard_size=size // 16, tensor_parallel_size=4)
+    store = CountedStore()
+    dist.init_process_group("fake", rank=0, world_size=size, store=store)
+    try:
+        Mesh.build(layout, "cpu")
+    finally:
+        dist.destroy_process_group()
+    assert store.count < MOST
