@@ -190,13 +190,9 @@ class ParameterGroup:
             shape = list(shard.shape)
             shape[placement.dim] = placement.length
             full = self._full[name] = self._empty.new_empty(shape)
-        stride, offset = self._row_numel, self._offsets[name]
-        for rank in range(self._size):
-            if rank == self._rank and self.keeps_full and shard.untyped_storage() is full.untyped_storage():
-                continue  # this rank's shard is a view of it
-            target = self._shard_of(name, full, rank)
-            start = rank * stride + offset
-            target.copy_(received[start : start + target.numel()].view(target.shape))
+        rows = received.view(self._size, self._row_numel)[:, self._offsets[name] :]
+        for ranks, target in placement.views(full, self._size):
+            target.copy_(rows[ranks, : target[0].numel()].view(target.shape))
         if not self.has_own_shards:
             self._shards.move(name, self._shard_of(name, full, self._rank))
 

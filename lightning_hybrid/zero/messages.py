@@ -8,7 +8,7 @@ each row that a rank has: to an optimizer a missing row is not a zero one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,18 +84,24 @@ class GradientMessages:
             has_row = message.new_ones(gradient.shape[0])
             if gradient.is_sparse:
                 has_row = has_row.zero_().index_fill_(0, gradient.coalesce().indices()[0], 1.0)
-            placement, offset = self._row_placements[name], offsets[_rows(name)]
-            for rank in range(self._size):
-                flags = has_row if placement is None else placement.view(has_row, rank, self._size)
-                message[rank, offset : offset + flags.numel()] = flags
+            for ranks, flags in self._views(has_row, self._row_placements[name]):
+                message[ranks, offsets[_rows(name)] :][:, : flags.shape[1]] = flags
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        for rank in range(self._size):
-            shard = self._placements[name].view(gradient, rank, self._size) if name in self._placements else gradient
-            row = message[rank, offsets[name] : offsets[name] + shard.numel()]
-            divisor = self._size * (1 if self.is_local else self._ranks.replicate.size())
+        divisor = self._size * (1 if self.is_local else self._ranks.replicate.size())
+        for ranks, shards in self._views(gradient, self._placements.get(name)):
+            rows = message[ranks, offsets[name] :][:, : shards[0].numel()].view(shards.shape)
             # Scaled in the wider of both dtypes, and rounded once.
-            wide = shard.to(torch.promote_types(shard.dtype, row.dtype))
-            torch.mul(wide, 1.0 / divisor, out=row.view(shard.shape))
+            wide = torch.promote_types(shards.dtype, rows.dtype)
+            if shards.dtype != wide == rows.dtype:  # without a wide copy of the gradient
+                rows.copy_(shards).mul_(1.0 / divisor)
+            else:
+                torch.mul(shards.to(wide), 1.0 / divisor, out=rows)
+
+    def _views(self, full: Tensor, placement: Shard | None) -> Iterable[tuple[slice, Tensor]]:
+        """The shards of all ranks, (ranks, ...), as few views whatever the number of ranks."""
+        if placement is None:
+            return [(slice(self._size), full.expand(self._size, *full.shape))]
+        return placement.views(full, self._size)
 
     def launch(self) -> None:
         """Start to send the message; does not wait."""
