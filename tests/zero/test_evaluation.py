@@ -77,3 +77,9 @@ def of(num_val):
 def test_replicas_that_call_different_layers(worlds, layout, num_val):
     report = check(worlds, SkipsLayers, layout, make_data=partial(of, num_val))
     assert report.outcome == "same", str(report)
+
+
+def test_validation_between_accumulated_batches(worlds):
+    options = {"trainer": {"accumulate_grad_batches": 2, "val_check_interval": 1}, "steps": 4}
+    report = check(worlds, SkipsLayers, LAYOUTS[0], make_data=partial(of, 16), **options)
+    assert report.outcome == "same", str(report)
