@@ -134,13 +134,13 @@ def test_no_receive_is_posted_before_what_it_depends_on(worlds, schedule, m):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_rows_of_shards_are_multiples_of_16_bytes(worlds, stage):
-    run = Run("UNet", dp=2, dtype=torch.float32, strategy={**BY_LAYER, "zero_stage": stage})
+    run = Run("Layers", dp=2, dtype=torch.float32, strategy={**BY_LAYER, "zero_stage": stage})
     launches = [launch for trace in traces_of(worlds, run) for launch in trace.of(Launch) if not launch.is_host]
-    rows = {kind: 1 if kind == "allgather" else run.world_size for kind in ("allgather", "reduce_scatter")}
-    sent = [each for each in launches if each.line.startswith("zero/") and each.kind in rows]
-    assert {each.kind for each in sent} == {*rows}
-    nbytes = [each.sizes[0] // rows[each.kind] * getattr(torch, each.dtype).itemsize for each in sent]
-    assert not [length for length in nbytes if length % 16]
+    kinds = {"allgather", "reduce_scatter"}  # whose size is that of one row
+    sent = [each for each in launches if each.line.startswith("zero/") and each.kind in kinds]
+    assert {each.kind for each in sent} == kinds
+    found = {(each.line, each.sizes[0] * getattr(torch, each.dtype).itemsize) for each in sent}
+    assert not {(line, nbytes) for line, nbytes in found if nbytes % 16}
 
 
 # -- finding 12, repaired: messages of all layers were held where a module has experts --------------------------------
