@@ -24,7 +24,8 @@ from lightning_hybrid.pipeline.metrics import count_replicas_once, gather_over_r
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.evaluation import evaluate_each_sample_once
-from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures, Rendezvous
+from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures
+from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.user_world import ReplicaWorld, published
 
 
