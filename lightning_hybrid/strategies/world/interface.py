@@ -14,6 +14,8 @@ import sys
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _PORT = 9  # discard; nothing is sent
+_LOOPBACK = "lo"
+_ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737): only its route is looked up
 
 
 def name_interface(address: str, num_nodes: int) -> None:
@@ -25,14 +27,25 @@ def name_interface(address: str, num_nodes: int) -> None:
 def interface_to(address: str, num_nodes: int) -> str:
     """Return the interface from which this host reaches another one, by IPv4; "" if it has none, and outside Linux.
 
-    The loopback is none where there are several nodes: a host may know its own name by that.
+    A host that knows its own name by the loopback, as Debian sets them up, is reached from other nodes over its only
+    network, or else over that of the default route.
     """
+    name = _route_to(address)
+    if num_nodes == 1 or not name.startswith(_LOOPBACK):
+        return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        names = [name for _, name in socket.if_nameindex() if _address_of(name, probe)]
+    networks = [name for name in names if not name.startswith(_LOOPBACK)]
+    return networks[0] if len(networks) == 1 else _route_to(_ELSEWHERE)
+
+
+def _route_to(address: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, _PORT))
         own = probe.getsockname()[0]
         names = [name for _, name in socket.if_nameindex()] if sys.platform == "linux" else []
-        if num_nodes == 1 or not own.startswith("127."):
-            return next((name for name in names if _address_of(name, probe) == own), "")
+        known = next((name for name in names if _address_of(name, probe) == own), "")
+        return _LOOPBACK if own.startswith("127.") and names else known
     return ""
 
 
