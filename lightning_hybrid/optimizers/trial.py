@@ -224,7 +224,7 @@ def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) 
 
 
 def copy_of_rank(optimizer: Optimizer) -> Any:
-    """Copy an optimizer with the states of this rank; in a run ``copy.copy`` gathers those of all ranks."""
+    """Copy an optimizer with the states of this rank: in a run, ``copy.copy`` gathers the full ones."""
     kind = type(optimizer)
     copied = kind.__new__(kind)
     with _class_as_it_is(kind):
