@@ -132,16 +132,23 @@ def without_later_hooks(optimizers: Iterable[Optimizer], built_with: Collection[
 
 
 def read_in_later_hooks(
-    optimizer: Optimizer, built_with: Collection[int], reads: HookReads, state: Any
+    optimizer: Optimizer, built_with: Collection[int], reads: Sequence[HookReads], state: Any
 ) -> Callable[[], None]:
     """Let later hooks of the user on an optimizer's steps read full parameters and gradients; return the undo.
 
-    ``state`` is that of the module.
+    ``reads`` are none in a step that calls optimizers itself, which has full ones. ``state`` is that of the module.
     """
     original, where = optimizer.step, f"a hook on {type(optimizer).__name__}.step"
 
     def is_later(key: int, hook: Any) -> bool:
         return key not in built_with and is_of_user(hook)
+
+    @contextlib.contextmanager
+    def reading() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in reads:
+                stack.enter_context(each.hook(where, is_on_all_ranks=False))
+            yield
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if state.is_full:
@@ -149,13 +156,13 @@ def read_in_later_hooks(
         with hidden_hooks(self, is_later) as (before, after):
             args = (self, *args)
             if before:
-                with reads.hook(where, is_on_all_ranks=False):
+                with reading():
                     for hook in before:
                         if (changed := hook(self, args, kwargs)) is not None:
                             args, kwargs = changed
             result = original(*args[1:], **kwargs)
             if after:
-                with reads.hook(where, is_on_all_ranks=False):
+                with reading():
                     for hook in after:
                         hook(self, args, kwargs)
         return result
