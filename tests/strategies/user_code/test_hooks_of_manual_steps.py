@@ -1,4 +1,4 @@
-"""Steps of optimizers that a manual step calls: hooks on them, and steps of the user's own, see what one process shows."""
+"""Hooks on steps of optimizers that a manual step calls, and steps of the user's own, see what one process shows."""
 
 from __future__ import annotations
 
