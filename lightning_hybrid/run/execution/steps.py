@@ -245,7 +245,9 @@ class StepExecution(OwnedByRun):
     def _manual_step(self, args: Sequence[Any]) -> Any:
         """Run a step that calls backwards and optimizers itself, on what this rank runs of the batch."""
         call = self.call("training_step", args, Backwards(), is_manual=True)
-        with self.run.active.user_step(lambda: self._are_averages), self.optimization.full_states():
+        guards = self.run.guards
+        on_shards = nullcontext() if guards is None else guards.off_in_backwards()
+        with self.run.active.user_step(lambda: self._are_averages), self.optimization.full_states(), on_shards:
             result = self._run(call)
             self._log(call, result)
         return result.output

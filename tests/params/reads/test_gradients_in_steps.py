@@ -172,6 +172,21 @@ class ReadsStates(Manual):
         self.seen.append([float(state["step"]) for state in states])
 
 
+class PlainBackward(Manual):
+    """Calls no method of Lightning for the backward, and none of the optimizer itself to clear gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        self.see()
+        for p in self.parameters():
+            p.grad = p.grad * 0.5 if p.grad is not None else None
+        torch.autograd.backward([self.loss(batch)])
+        self.see()
+        optimizer.step()
+
+
 CASES = (Writes, Refers, InClosure, Differentiates, Replaces, ReadsStates)
 
 
@@ -180,6 +195,8 @@ CASES = (Writes, Refers, InClosure, Differentiates, Replaces, ReadsStates)
     [
         *(pytest.param(case, layer, "tp2", {}, id=f"{case.__name__}-{layer.__name__}-tp2")
           for case in CASES for layer in (perceptron, Routed)),
+        *(pytest.param(PlainBackward, layer, "tp2", {}, id=f"PlainBackward-{layer.__name__}-tp2")
+          for layer in (perceptron, Routed)),
         *(pytest.param(case, perceptron, "tp2 x dp2", {"zero_stage": 3}, id=f"{case.__name__}-zero3", marks=SLOW)
           for case in (Writes, Refers, InClosure, Replaces)),
         *(pytest.param(case, Routed, "dp2", {"expert_parallel_size": 2}, id=f"{case.__name__}-experts", marks=SLOW)
