@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.agreement import StepBroken
-from lightning_hybrid.errors import RankOutOfMemory
+from lightning_hybrid.errors import RankOutOfMemory, StepError
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff
 from lightning_hybrid.pipeline.stages.training import ActionRecorder, Backwards, StepUndone
@@ -383,6 +383,14 @@ class StepExecution(OwnedByRun):
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward of a scalar loss, and average gradients before hooks see them, as DDP."""
         module, plugin, guards = self.setting.module, self.setting.precision, self.run.guards
+        if kwargs.get("create_graph") and self.is_syncing and self.run.mesh.size("data") > 1:
+            raise StepError(
+                "manual_backward(create_graph=True): gradients become averages over the"
+                f" {self.run.mesh.size('data')} replicas, which have no graph, so that a further backward would leave"
+                " out what is computed from them; differentiate by torch.autograd.grad(loss, parameters,"
+                " create_graph=True), add the term to the loss, and call manual_backward once",
+                entry="manual-graph",
+            )
         is_plain = self.run.runs_user_step
         if is_plain:
             self.recorder.add_since_last(Action(Kind.F, 0, 0))
