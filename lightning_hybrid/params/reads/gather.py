@@ -191,9 +191,9 @@ class GatherOnRead(TorchFunctionMode):
     def _before(self, name: str, args: Any, kwargs: Any) -> None:
         """Prepare an operation."""
 
-    def _operand(self, held: _FullTensor) -> Tensor:
+    def _operand(self, gathered: _FullTensor) -> Tensor:
         """What an operation that writes nothing gets of a full tensor."""
-        return held.full
+        return gathered.full
 
     def _name_of(self, leaf: Any) -> str | None:
         """FQN of the parameter, if a leaf of an operation's arguments is one that must be gathered."""

@@ -211,13 +211,13 @@ class HookReads(GatherOnRead):
             if is_constant or any(self._name_of(leaf) is not None for leaf in flatten((args, kwargs))[0]):
                 raise _no_backward(self._hook, name)
 
-    def _operand(self, held: _FullTensor) -> Tensor:
-        """Let a backward fail that reaches a full parameter, of which nothing is added to any gradient."""
-        is_differentiable = isinstance(held.tensor, nn.Parameter) and held.tensor.requires_grad
+    def _operand(self, gathered: _FullTensor) -> Tensor:
+        """Let a backward fail that reaches a full parameter, whose gradient would be lost."""
+        is_differentiable = isinstance(gathered.tensor, nn.Parameter) and gathered.tensor.requires_grad
         if not is_differentiable or not torch.is_grad_enabled():
-            return held.full
+            return gathered.full
         with torch._C.DisableTorchFunction():
-            operand: Tensor = _ReadInHook.apply(torch.zeros((), requires_grad=True), held.full, self._hook)
+            operand: Tensor = _ReadInHook.apply(torch.zeros((), requires_grad=True), gathered.full, self._hook)
         return operand
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.optimizers.replacement import STEP_HOOKS, Place, replace_step
+from lightning_hybrid.optimizers.replacement import ALL_OPTIMIZERS, HOOKS_OF_ALL, STEP_HOOKS, Place, replace_step
 from lightning_hybrid.patching import replaced
 
 if TYPE_CHECKING:
@@ -153,7 +153,11 @@ def read_in_later_hooks(
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if state.is_full:
             return original(*args, **kwargs)
-        with hidden_hooks(self, is_later) as (before, after):
+        with (
+            hidden_hooks(ALL_OPTIMIZERS, is_later, HOOKS_OF_ALL) as of_all,
+            hidden_hooks(self, is_later) as own,
+        ):
+            before, after = ([*first, *second] for first, second in zip(of_all, own, strict=True))
             args = (self, *args)
             if before:
                 with reading():
@@ -172,15 +176,15 @@ def read_in_later_hooks(
 
 @contextlib.contextmanager
 def hidden_hooks(
-    optimizer: Optimizer, is_hidden: Callable[[int, Any], bool], names: Sequence[str] = STEP_HOOKS
+    owner: Any, is_hidden: Callable[[int, Any], bool], names: Sequence[str] = STEP_HOOKS
 ) -> Iterator[list[list[Any]]]:
-    """Take hooks off an optimizer inside; yields those before the step, and those after it."""
+    """Take hooks off an optimizer, or torch's module for all, inside; yields those before the step, and after it."""
     found: list[list[Any]] = []
     with contextlib.ExitStack() as stack:
         for name in names:
-            hooks = optimizer.__dict__.get(name) or {}
+            hooks = vars(owner).get(name) or {}
             found.append([hook for key, hook in hooks.items() if is_hidden(key, hook)])
             if found[-1]:
                 others = OrderedDict((key, hook) for key, hook in hooks.items() if not is_hidden(key, hook))
-                stack.enter_context(replaced(optimizer, name, others, reason="later hooks have reads of their own"))
+                stack.enter_context(replaced(owner, name, others, reason="later hooks have reads of their own"))
         yield found

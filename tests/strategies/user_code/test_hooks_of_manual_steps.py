@@ -10,6 +10,7 @@ import torch
 from faults.layouts import Case, check
 from params.reads.test_gradients_in_steps import Manual, Routed, perceptron
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 SLOW = pytest.mark.slow
 
@@ -22,7 +23,7 @@ class Hooked(Manual):
 
     def __init__(self, registers: str, layer: Any) -> None:
         super().__init__(layer)
-        self.registers = registers
+        self.registers, self.handles = registers, []
 
     def register(self, optimizer: Any) -> None:
         optimizer.register_step_pre_hook(self.before)
@@ -63,6 +64,15 @@ class Hooked(Manual):
     def on_train_start(self) -> None:
         if self.registers == "on_train_start":
             self.register(self.trainer.optimizers[0])
+        if self.registers == "on all optimizers":
+            self.handles = [
+                register_optimizer_step_pre_hook(self.before),
+                register_optimizer_step_post_hook(self.after),
+            ]
+
+    def on_train_end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
     def change(self, batch: Any, batch_idx: int) -> None:
         if self.registers == "in the step" and batch_idx == 1:
@@ -114,8 +124,9 @@ class OwnStepWithClosure(OwnStep):
         self.see()
 
 
+WHEN = ("when built", "on_train_start", "in the step", "on all optimizers")
 CASES = {
-    **{f"hooks {when}": partial(Hooked, when) for when in ("when built", "on_train_start", "in the step")},
+    **{f"hooks {when}": partial(Hooked, when) for when in WHEN},
     "own step": OwnStep,
     "own step, closure": OwnStepWithClosure,
 }
@@ -137,6 +148,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 KEPT = {
     ("hooks on_train_start", "tp2"), ("hooks on_train_start", "zero3"), ("hooks in the step", "zero1"),
     ("hooks in the step", "ep2 x zero1"), ("own step, closure", "zero1 x tp2"), ("hooks when built", "ep2"),
+    ("hooks on all optimizers", "zero1 x tp2"),
 }  # fmt: skip
 
 
