@@ -27,6 +27,7 @@ from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.split import BatchSplitter, copied_batch, sizes_of, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
+from lightning_hybrid.pipeline.frequencies import FrequencyScaling
 from lightning_hybrid.pipeline.left import Left, LeftValues, joined_tensors, numbers_of
 from lightning_hybrid.pipeline.logs import Key, LogCapture, NumberKey, keyed, size_of
 from lightning_hybrid.pipeline.reasons import describe_difference, describe_lost, describe_mixing, describe_scaled
@@ -60,7 +61,7 @@ class LossWeighting(NamedTuple):
     # the norms of the gradients of the batch, and of its parts' joint gradients, if no weights give the former
     norms: tuple[float, float] | None = None
     lost: str = ""  # what the batch leaves, and no combination of what its parts leave
-    scaled: str = ""  # the name of an embedding that divides gradients by counts over the batch, if there is one
+    scaled: str = ""  # the line of an embedding that divides gradients by counts over the batch, if there is one
     # how parts make a number of the batch, logged or given to a metric: "mean", "sum", "max" or "min"
     reductions: tuple[tuple[NumberKey, str], ...] = ()
     # in which of these ways it may be, as far as batches have shown
@@ -160,9 +161,10 @@ class Comparison:
         batch = copied_batch(batch)
         partitions = [(parts, weights) for parts, weights in partitions if parts]
         runs = [[batch], *(parts for parts, _ in partitions)]
-        found = self._results(runs, count, trains_root=True) or self._results(runs, count)
-        if found is None:
-            return LossWeighting()
+        with FrequencyScaling() as lookups:
+            found = self._results(runs, count, trains_root=True) or self._results(runs, count)
+        if found is None or lookups.line:
+            return LossWeighting(scaled=lookups.line)
         if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
             partitions = partitions[:1]
         dtype = found[0].dtype
@@ -281,10 +283,6 @@ class Comparison:
         weighted = [(batch, parts, samples, found.of(parts, samples)) for batch, parts, samples in batches]
         given = next((each for each in weighted if all(each[3])), weighted[0])
         parameters = [p for p in self.root.parameters() if p.requires_grad]
-        # Two samples tell nothing of it where they have no index in common.
-        scaled = [name for name, module in self.root.named_modules() if getattr(module, "scale_grad_by_freq", False)]
-        if scaled:
-            return found._replace(scaled=scaled[0])
         is_nonlinear |= any(map(has_backward_hooks, self.root.modules()))
         if calls_hooks:
             is_nonlinear |= any(parameter._backward_hooks for parameter in parameters)
