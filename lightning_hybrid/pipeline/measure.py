@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
 from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.metrics import FullBatchMetrics
-from lightning_hybrid.batch.split import BatchSplitter, copied_batch, sizes_of, split, split_unevenly
+from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, copied_batch, sizes_of, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.pipeline.frequencies import FrequencyScaling
 from lightning_hybrid.pipeline.left import Left, LeftValues, joined_tensors, numbers_of
@@ -42,6 +42,7 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
 # The same of the gradients of a parameter; other dtypes are too coarse for a test.
 _ROUNDING_OF_GRADIENTS = {torch.float64: 1e-7, torch.float32: 2e-2}
+MOST_PARTS = 16  # of a batch whose whole numbers are compared
 _LEAST = 1e-2  # gradients smaller than this share of the largest are compared with that share
 
 
@@ -162,7 +163,7 @@ class Comparison:
         partitions = [(parts, weights) for parts, weights in partitions if parts]
         runs = [[batch], *(parts for parts, _ in partitions)]
         with FrequencyScaling() as lookups:
-            found = self._results(runs, count, trains_root=True) or self._results(runs, count)
+            found = self._all_results(runs, count)
         if found is None or lookups.line:
             return LossWeighting(scaled=lookups.line)
         if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
@@ -170,12 +171,12 @@ class Comparison:
         dtype = found[0].dtype
         sample_weights = [weights for _, weights in partitions]
         mean = _mean([one.loss for one in found], sample_weights)
-        for one, numbers in zip(found, numbers_of([one.left for one in found]), strict=True):
-            one.logs.update(numbers.items())
         keys = frozenset[NumberKey].intersection(*(frozenset(one.logs) for one in found))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
         hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
         hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
+        sums = {key: logged[key].full for key, how in hows.items() if how == ["sum"] and logged[key].full.is_integer()}
+        hows |= {key: [] for key in (self._coincidences(sums, batch, dtype) if splitter is None else ())}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
         reductions = tuple((key, how[0]) for key, how in hows.items() if _is_decided(how))
         shown = LossWeighting(reductions=reductions, candidates=tuple((key, tuple(how)) for key, how in hows.items()))
@@ -198,6 +199,24 @@ class Comparison:
         by_samples = frozenset(filter(is_by_samples, keys))
         weighting = LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
         return _without_leaves(weighting._replace(candidates=shown.candidates, lost=lost))
+
+    def _coincidences(self, sums: Mapping[NumberKey, float], batch: Any, dtype: torch.dtype) -> list[NumberKey]:
+        """The whole numbers of a batch that are sums over few parts of it, and not over many.
+
+        Halves often have as many entries above their means as the batch has above its own; single samples have none.
+        """
+        parts = split(copied_batch(batch), min(batch_size_of(batch) or 1, MOST_PARTS))[0] if sums else []
+        found = (self._all_results([parts], len(parts)) if len(parts) > 2 else None) or []
+        logs = [one.logs for one in found]
+        made = {key: sum(each[key] for each in logs) for key in sums if logs and all(key in each for each in logs)}
+        return [key for key, number in made.items() if not is_same(sums[key], number, dtype)]
+
+    def _all_results(self, partitions: Sequence[Sequence[Any]], count: int) -> list[_Result] | None:
+        """The results of ``_results`` with all numbers that each part leaves."""
+        found = self._results(partitions, count, trains_root=True) or self._results(partitions, count)
+        for one, numbers in zip(found, numbers_of([one.left for one in found]), strict=True) if found else ():
+            one.logs.update(numbers.items())
+        return found
 
     def _lost(self, left: Sequence[Left], partition: tuple[Sequence[Any], Sequence[float]], dtype: torch.dtype) -> str:
         """A tensor that the batch leaves, and its parts as joined do not; "" if there is none."""

@@ -8,7 +8,7 @@ coincidence: a whole number, such as a count of 0 or a largest length, may be th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lightning_hybrid.batch.denominators import Mean
 from lightning_hybrid.batch.merge import Argument, Leaf
-from lightning_hybrid.batch.split import BatchSplitter, split
+from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.pipeline.logs import Key, NumberKey, keyed, size_of
-from lightning_hybrid.pipeline.measure import is_close, reductions_of
+from lightning_hybrid.pipeline.measure import MOST_PARTS, is_close, reductions_of
 from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
 from lightning_hybrid.pipeline.stored import is_value
@@ -44,6 +44,10 @@ class Trial(NamedTuple):
         """The batch sizes that are given with logged numbers, by microbatch."""
         sizes = {size_of(key): entry.sizes for key, entry in keyed([entry for entry, _ in self.result.logs])}
         return {key: given for key, each in sizes.items() if (given := [size for size in each if size is not None])}
+
+    def totals(self, arguments: Iterable[Argument]) -> dict[Argument, float]:
+        """The sums over microbatches of numbers that metrics were given; NaN where one has none."""
+        return {key: sum(each.get(key, math.nan) for each in self.arguments) for key in arguments}
 
     def left(self) -> dict[str, Any]:
         """All values that the step leaves, by what it does with them."""
@@ -113,12 +117,27 @@ class EvaluationTrials:
         self._tried[call.name], doubts = _measured(joint, halves, split(some, 2, splitter)[1], rounding)
         if self.first(str(self._tried[call.name] or "")):
             halves = self._on_all_ranks(first, 2) or halves
+        if splitter is None:
+            doubts = self._coincidence(first, joint) or doubts
         found = _differences(joint, halves, rounding)
         # Random numbers, or a clock: then nothing is known.
         if self.first("".join(found)) and (other := self._on_all_ranks(second, 1)) is not None:
             found = {what: text for what, text in found.items() if what not in _differences(joint, other, rounding)}
         doubt = doubts or halves.doubtful(self._metrics, reads_content=reads_content)
         return self.first(next(iter(found.values()), doubt))
+
+    def _coincidence(self, call: Call, joint: Trial) -> str:
+        """A doubt about whole numbers given to metrics that are sums over halves, and not over samples, by chance."""
+        measured = self._tried[call.name].items()
+        sums = joint.totals([key for key, how in measured if isinstance(key, Argument) and how == "sum"])
+        whole = {key: number for key, number in sums.items() if not _is_telling(number)}
+        size = min(batch_size_of(call.batch) or 0, MOST_PARTS)
+        if size < 3 or not self.first(str(whole or "")):
+            return ""
+        many = self._on_all_ranks(call, size)
+        if many is None or many.totals(whole) != whole:
+            return "it calls a metric with a whole number that is a sum over parts of a batch by chance"
+        return ""
 
     def _on_all_ranks(self, call: Call, count: int) -> Trial | None:
         """A trial; None where it fails on any rank, as so few samples may be no batch to this step."""
@@ -136,21 +155,19 @@ class EvaluationTrials:
         return next(filter(None, rows), "")
 
 
-def _measured(
-    joint: Trial, halves: Trial, weights: list[float], dtype: torch.dtype
-) -> tuple[dict[NumberKey, str], str]:
-    """How halves make batch sizes, and the numbers given to metrics; and a doubt about another number, or ""."""
+def _measured(joint: Trial, split: Trial, weights: list[float], dtype: torch.dtype) -> tuple[dict[NumberKey, str], str]:
+    """How parts make batch sizes, and the numbers given to metrics; and a doubt about another number, or ""."""
     measured: dict[NumberKey, str] = {}
     sizes = joint.sizes()
-    for key, parts in halves.sizes().items():
+    for key, parts in split.sizes().items():
         full = sum(sizes.get(key, ()))
         if sum(parts) != full and set(parts) != {full}:
-            return {}, f"it {key.place} of {full} for some samples and {parts} for halves of them"
+            return {}, f"it {key.place} of {full} for some samples and {parts} for parts of them"
         measured[key] = "sum" if sum(parts) == full else "max"
-    for argument in (key for key in halves.result.guessed if isinstance(key, Argument)):
-        number = sum(each.get(argument, math.nan) for each in joint.arguments)
-        of_halves = [each.get(argument, math.nan) for each in halves.arguments]
-        how = reductions_of(Mean(number, [of_halves]), [weights], dtype) if len(of_halves) == len(weights) else []
+    for argument in (key for key in split.result.guessed if isinstance(key, Argument)):
+        number = joint.totals([argument])[argument]
+        of_parts = [each.get(argument, math.nan) for each in split.arguments]
+        how = reductions_of(Mean(number, [of_parts]), [weights], dtype) if len(of_parts) == len(weights) else []
         # The last number, or the largest, may be any of these by chance.
         if how == ["sum"]:
             measured[argument] = "sum"
@@ -158,7 +175,7 @@ def _measured(
             measured[argument] = "mean"
         else:
             made = f"it calls the metric {argument.metric!r} with a number (argument {argument.name})"
-            return {}, f"{made}, which is {number:.6g} for some samples and {of_halves} for halves of them"
+            return {}, f"{made}, which is {number:.6g} for some samples and {of_parts} for parts of them"
     return measured, ""
 
 
