@@ -220,7 +220,7 @@ class RareWordsAndMask(RareWords):
         return ((out - y).square() * kept).sum() / kept.sum()
 
 
-class LooksUpRareWords(RareWords):
+class RareWordsOfFunction(RareWords):
     """The words are looked up by the function."""
 
     def changed(self, h):
@@ -241,7 +241,7 @@ UNSPLIT = [
     WordsByFrequency,
     RareWords,
     RareWordsAndMask,
-    LooksUpRareWords,
+    RareWordsOfFunction,
     HookClipsNorm,
     ModuleHookClipsNorm,
     Sum,
