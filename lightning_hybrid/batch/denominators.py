@@ -90,8 +90,12 @@ def find_counts(
         if all(map(math.isfinite, of_parts)):
             errors[count] = max(of_parts)
     least = min(errors.values(), default=bound)
-    near = least + rounding_of(loss.full, dtype)
-    return tuple(count for count, error in errors.items() if error <= near) if least < bound else ()
+    if least >= bound:
+        return ()
+    rounding = rounding_of(loss.full, dtype)
+    near = [count for count, error in errors.items() if error <= max(least + rounding, min(bound, 10 * rounding))]
+    # The most common of the nearest; others may prove nearer on a batch where they differ.
+    return tuple(sorted(near, key=lambda count: errors[count] > least + rounding))
 
 
 def weights_differ(counts: Sequence[Count], microbatches: Sequence[Any]) -> bool:
@@ -107,7 +111,8 @@ def error_bound(number: Mean, weights: Sequence[Sequence[float]], dtype: torch.d
     if not all(map(math.isfinite, errors)):  # a microbatch without counted entries
         return 10 * rounding
     nearer = math.sqrt(_ROUNDING.get(dtype, _ROUNDING_OF_SINGLE))
-    return max(error * nearer, rounding) if error > 10 * rounding else 0.0
+    # A term that mixes samples, such as a small loss of a router, hides no count.
+    return max(error * nearer, min(10 * rounding, error / 10)) if error > 10 * rounding else 0.0
 
 
 def rounding_of(number: float, dtype: torch.dtype) -> float:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_hybrid.graph.step_graph import Value
 
-_ALIGNMENT = 16  # bytes; a dtype's view of a message begins at a multiple of its size
+_ALIGNMENT = 16  # bytes; a dtype's view of a message begins at a multiple of its size, and NCCL moves so many at once
 # gloo's collectives do not support 16-bit integers and booleans, NCCL no complex numbers either.
 _SENDABLE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -34,6 +34,11 @@ def group_device(group: ProcessGroup) -> torch.device:
     """The device on which this rank receives what comes over a group: its own GPU, or the host."""
     types = [device.type for device in group._device_types]
     return torch.device("cpu" if "cpu" in types or not types else types[0])
+
+
+def aligned_numel(numel: int, dtype: torch.dtype) -> int:
+    """Elements of a row of a message, and those that fill its last 16 bytes: NCCL moves other rows in small parts."""
+    return -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
 
 
 class TensorSpec(NamedTuple):

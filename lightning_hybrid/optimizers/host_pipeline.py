@@ -9,7 +9,6 @@ A submitted layer waits for nothing but a free slot, so the GPU may go on with i
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.host_copies import HostCopies
 from lightning_hybrid.optimizers.replacement import STEP_HOOKS
+from lightning_hybrid.optimizers.trial import copy_of_rank
 
 _SLOTS = 4  # layers whose pinned copies are alive: two being copied, one stepped, one waiting
 
@@ -36,7 +36,7 @@ class HostStepPipeline:
     def __init__(self, optimizer: Optimizer, copies: HostCopies) -> None:
         """Start a thread."""
         self._optimizer, self._copies = optimizer, copies
-        self.host_optimizer: Any = copy.copy(optimizer)
+        self.host_optimizer: Any = copy_of_rank(optimizer)
         self.host_optimizer.__dict__.pop("step", None)  # a replacement of the step of the original
         for name in STEP_HOOKS:
             self.host_optimizer.__dict__[name] = OrderedDict()

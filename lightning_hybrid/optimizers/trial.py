@@ -201,8 +201,7 @@ def _small_twin(optimizer: Optimizer, group: int = 0) -> Any:
 
 def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) -> Any:
     """Copy an optimizer's class, and the options of one of its groups, for other parameters in one group."""
-    with _class_as_it_is(type(optimizer)):
-        twin: Any = copy.copy(optimizer)
+    twin: Any = copy_of_rank(optimizer)
     options = {name: copy.copy(value) for name, value in optimizer.param_groups[group].items() if name != "params"}
     if (lr := options.get("lr")) is not None:  # a warmup begins at 0, where all optimizers do the same: nothing
         options["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
@@ -222,6 +221,15 @@ def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) 
     for name in SHARD_METHODS:  # its parameters are on this rank alone
         twin.__dict__.pop(name, None)
     return twin
+
+
+def copy_of_rank(optimizer: Optimizer) -> Any:
+    """Copy an optimizer with the states of this rank; in a run ``copy.copy`` gathers those of all ranks."""
+    kind = type(optimizer)
+    copied = kind.__new__(kind)
+    with _class_as_it_is(kind):
+        copied.__setstate__(kind.__getstate__(optimizer))
+    return copied
 
 
 @contextlib.contextmanager

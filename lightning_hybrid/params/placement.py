@@ -15,7 +15,7 @@ expert's own parameters are held by one owner rank, and the shards of the other 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,6 +159,20 @@ class Shard:
         """A rank's shard of a full tensor as a view of it, of shape (..., length of the shard, ...); for one piece."""
         ((start, length),) = self.ranges(rank, size)
         return full.narrow(self.dim, start, length)
+
+    def views(self, full: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield ranks, and their shards of a full tensor as one view of it, (ranks, ..., length of a shard, ...).
+
+        For one piece: all ranks with equal shards together, then one whose shard is smaller. Others have none.
+        """
+        length = self.local_length
+        whole = min(size, self.length // length) if length else 0
+        rest = self.length - whole * length
+        if whole:
+            equal = full.narrow(self.dim, 0, whole * length).unflatten(self.dim, (whole, length))
+            yield slice(whole), equal.movedim(self.dim, 0)
+        if rest:
+            yield slice(whole, whole + 1), full.narrow(self.dim, whole * length, rest).unsqueeze(0)
 
     def shard_ranges(self, size: int) -> list[tuple[int, int, int, int]]:
         """For each shard its first rank, its start on that rank and in the full dim, and its length."""

@@ -19,6 +19,7 @@ from lightning_hybrid.run.module_state import FullOrShardedState
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.strategies.world.callbacks import FullAtTrainEnd, around_validation
+from lightning_hybrid.strategies.world.evaluation import have_equal_batches
 from lightning_hybrid.techniques.actives import Actives
 from lightning_hybrid.techniques.order import techniques_of
 from lightning_hybrid.techniques.technique import Active
@@ -139,7 +140,12 @@ def _build_techniques(run: Run, owner: RunOwner) -> Run:
         run = dataclasses.replace(run, active=Actives(built))
     active, runner = run.active, run.runner
     if run.parts:
-        run.until_end.callback(around_validation(setting.trainer, active.begin_evaluation, active.end_evaluation))
+        loop = setting.trainer.fit_loop.epoch_loop.val_loop
+
+        def begin() -> None:
+            active.begin_evaluation(have_equal_batches(loop))
+
+        run.until_end.callback(around_validation(setting.trainer, begin, active.end_evaluation))
     if runner is None:
         return run
     if run.parts:

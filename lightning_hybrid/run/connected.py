@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.params.reads.states import FullStates
     from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
     from lightning_hybrid.replicate.buffers import ReplicaBufferBroadcast
+    from lightning_hybrid.replicate.drift import CopiedParameters
 
 
 class ConnectedOptimizers:
@@ -122,6 +123,7 @@ class Optimization:
         reducers: Average gradients over replicas, by the stage after which they are complete; None: after all.
         tied: Sums gradients of parameters that several stages hold.
         buffers: Sends the buffers of the first replica to the others.
+        copied: Parameters that tensor or context ranks hold alike.
         moved: Optimizers whose states are elsewhere between their steps.
         watched: Optimizers whose steps read parameters of other ranks.
         in_backward: Steps parameters in the backward, if the user wants it.
@@ -133,6 +135,7 @@ class Optimization:
     reducers: Reducers = dataclasses.field(default_factory=Reducers)
     tied: TiedParameters | None = None
     buffers: ReplicaBufferBroadcast | None = None
+    copied: tuple[CopiedParameters, ...] = ()
     moved: tuple[MovedStates, ...] = ()
     watched: tuple[Optimizer, ...] = ()
     in_backward: StepsInBackward | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.errors import PrecisionError, QuantizedStatesError
+from lightning_hybrid.params.guards import can_guard
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
@@ -21,6 +22,7 @@ from lightning_hybrid.run.connected import ConnectedOptimizers, Optimization
 from lightning_hybrid.run.full_steps import read_in_manual_steps, shardings_in_step, step_full_parameters
 from lightning_hybrid.run.in_backward import connect_steps_in_backward
 from lightning_hybrid.run.run import Run
+from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.user_code.hooks import (
     read_in_later_hooks,
@@ -39,6 +41,7 @@ from lightning_hybrid.techniques.reducers import Reducers, connect_gradients
 if TYPE_CHECKING:
     from lightning_hybrid.params.reads.states import FullStates
     from lightning_hybrid.pipeline.stages.plan import StagePlan
+    from lightning_hybrid.replicate.drift import CopiedParameters
 
 
 def connect_optimizers(
@@ -94,6 +97,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         reducers=reducers,
         tied=tied,
         buffers=_broadcast_buffers(run),
+        copied=tuple(_copied_parameters(run, optimizers)),
         moved=tuple(moved),
         states=tuple(states),
         watched=tuple(watched),
@@ -223,6 +227,18 @@ def _broadcast_buffers(run: Run) -> ReplicaBufferBroadcast | None:
     buffers = ReplicaBufferBroadcast(setting.module, run.mesh.group("data"), setting.device)
     run.until_end.callback(around_validation(setting.trainer, buffers.share, lambda: None))
     return buffers
+
+
+def _copied_parameters(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[CopiedParameters]:
+    """Yield the parameters that tensor ranks, or context ranks, hold alike."""
+    from lightning_hybrid.replicate.drift import CopiedParameters
+
+    for axis in ("tp", "cp"):
+        sharded = {name for each in run.parts.shardings if each.axis in (axis, "ep") for name in each.placements}
+        named = run.setting.module.named_parameters()
+        copies = {name: p for name, p in named if name not in sharded and not is_absent(p) and can_guard(p)}
+        if copies and run.mesh.size(axis) > 1:
+            yield CopiedParameters(copies, optimizers, run.mesh.group(axis), run.setting.device)
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -43,7 +42,6 @@ class OptimizerStates:
         self._failed = False
         self._run: Run | None = None
         self._optimization = Optimization()
-        self._unpickled = contextlib.ExitStack()  # when closed, optimizers pickle the local shards of their states
 
     def join(self, world: RankWorld) -> None:
         """Use the ranks of a run, which has the process groups of the fit."""
@@ -159,18 +157,12 @@ class OptimizerStates:
 
     def pickle_in_full(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers be copied and pickled with full states, in hooks and after the run; collective."""
-        self._unpickled = contextlib.ExitStack()
         for optimizer in optimizers:
             if hasattr(optimizer, "__getstate__"):
                 state, original = partial(self._state_to_pickle, optimizer), optimizer.__getstate__
                 # Not in the registry of patches: it stays after the run, which leaves shards of states.
                 pickled = Replacement(optimizer, "__getstate__", state, original, reason="pickles hold full states")
                 optimizer.__dict__["__getstate__"] = pickled
-                self._unpickled.callback(pickled.put_back)
-
-    def pickle_shards(self) -> None:
-        """Let optimizers be copied and pickled as they are."""
-        self._unpickled.close()
 
     def _state_to_pickle(self, optimizer: Optimizer) -> Any:
         local = type(optimizer).__getstate__(optimizer)

@@ -268,7 +268,7 @@ class _SharedExperts(_Experts):
         """Free the gathered experts."""
         self._shared.end_evaluation()
 
-    def begin_evaluation(self) -> None:
+    def begin_evaluation(self, is_even: bool) -> None:
         """Gather the experts: replicas may have unequally many batches."""
         self._shared.begin_evaluation(self._parts)
 

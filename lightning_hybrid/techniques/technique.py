@@ -106,8 +106,8 @@ class Active:
         """Around an evaluation step that each replica runs by itself."""
         return nullcontext()
 
-    def begin_evaluation(self) -> None:
-        """Begin batches that replicas run without each other; collective."""
+    def begin_evaluation(self, is_even: bool) -> None:
+        """Begin batches that replicas run without each other, or as many on each (``is_even``); collective."""
 
     def end_evaluation(self) -> None:
         """End them."""

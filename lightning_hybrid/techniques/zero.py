@@ -163,8 +163,9 @@ class Zero(Technique):
             by_layer = setting.world.decide(by_layer, all_ranks=False)
         active = ZeroSharding(module, groups, ranks, device, per_layer=by_layer)
         self._per_layer = by_layer
-        if by_layer and len(ranks_on) == 1 and ranks.shard.size() > 1:
-            active.gather_in_rounds(mesh)
+        if by_layer and ranks.shard.size() > 1:
+            # Evaluation may leave the trace of a stage on some ranks, and uses full experts.
+            active.gather_in_rounds(mesh, in_evaluation=mesh.size("pp") == 1 and len(ranks_on) == 1)
         if run.runner is not None and run.runner.guards is not None:  # a recording shows what steps read otherwise
             active.gather_on_read(run.runner.guards)
         run.until_end.callback(active.close)
@@ -237,6 +238,7 @@ class Zero(Technique):
 
     def messages(self, run: Any, num_microbatches: int) -> Iterator[Messages]:
         """Return the gathers of parameters, and the averages of gradients."""
+        from lightning_hybrid.collectives.tensors import aligned_numel
         from lightning_hybrid.zero.ranks import numel_of_largest_shard
 
         if not self.shardings:
@@ -261,10 +263,11 @@ class Zero(Technique):
             sizes = {n: numel_of_largest_shard(torch.Size(shapes[n]), placements.get(n)) for n in members}
             shard = sum(size for name, size in sizes.items() if name in placements)
             gathers = (2 * num_microbatches if by_layer and self.stage == 3 and layer else 1) if shard else 0
-            nbytes = shard * (dtypes["gather_dtype"] or dtype).itemsize
-            add("parameters", "all_gather", shard_axis, gathers, nbytes)
+            sent = dtypes["gather_dtype"] or dtype
+            add("parameters", "all_gather", shard_axis, gathers, aligned_numel(shard, sent) * sent.itemsize)
             trained = [name for name, parameter in members.items() if parameter.requires_grad]
-            row = (sum(sizes[name] for name in trained) + len(trained)) * (dtypes["reduce_dtype"] or dtype).itemsize
+            sent = dtypes["reduce_dtype"] or dtype
+            row = aligned_numel(sum(sizes[name] for name in trained) + len(trained), sent) * sent.itemsize
             times = (num_microbatches if by_layer and stage is not None else 1) if trained else 0
             add("averages of gradients", "reduce_scatter", shard_axis, times, row * mesh.size(shard_axis))
             add("averages of gradients", "all_reduce", copies_axis, times, row)

@@ -35,6 +35,7 @@ class DataSplit:
     weight: Callable[[Any], float] | None = None  # the user's ``microbatch_weight``
     # steps that run on the full batch of a replica, whatever the number of microbatches
     unsplit_steps: frozenset[str] = frozenset()
+    unsplit_from: int | None = None  # the first training batch that is not split, as all after it; None if all are
     shares: int = 1  # number of ranks that each run training steps on a share of a replica's batch, in microbatches
     shared: frozenset[int] = frozenset()  # the training batches that ran so; the others ran unsplit
     plain: bool = False  # whether each rank runs the user's step as it is, without stages
@@ -49,7 +50,7 @@ class DataSplit:
 
     def is_unsplit(self, number: int) -> bool:
         """Whether training batch ``number`` runs unsplit."""
-        if number < self.start:
+        if number < self.start or (self.unsplit_from is not None and number >= self.unsplit_from):
             return True
         has_left_stages = self.plain and (self.end is None or number >= self.end)
         if not has_left_stages or (self.end is None and self.shares == 1):

@@ -72,6 +72,8 @@ class RunRecord:
     trained: list[str] = field(default_factory=list)  # FQNs of the parameters that require gradients
     unpartitioned_steps: frozenset[str] = frozenset()  # names of evaluation steps that each rank ran unpartitioned
     unsplit_steps: frozenset[str] = frozenset()  # names of steps whose batches were one microbatch each
+    # the first training batch that was one microbatch, as all after it: earlier ones showed no mixing of samples
+    unsplit_from: int | None = None
     shares: int = 1  # number of ranks that hold shards instead of stages
     shared: set[int] = field(default_factory=set)  # the training batches that they ran on shares of the batch
     # the first training batch that ran in stages, and the first after them that did not, if the layout has changed
@@ -129,6 +131,8 @@ class RunRecorder:
         run = getattr(trainer.strategy, "run", None)
         if run is not None and run.shared_last_batch:
             self.observed.shared.add(len(self.observed.steps))
+        if run is not None and self.observed.unsplit_from is None and "training_step" in run.unsplit_step_names:
+            self.observed.unsplit_from = len(self.observed.steps)
         loss = find_loss(outputs)
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self.observed.steps.append(
@@ -176,7 +180,7 @@ class RunRecorder:
         if run is None:  # another strategy, whose steps are those of one process
             return
         self.observed.unpartitioned_steps |= run.unpartitioned_steps
-        self.observed.unsplit_steps |= run.unsplit_step_names
+        self.observed.unsplit_steps |= run.unsplit_step_names - {"training_step"}
         self.observed.shares = max(self.observed.shares, run.batch_shares)
         self.observed.pipelined = trainer.strategy.pipelined_batches
 

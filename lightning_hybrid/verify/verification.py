@@ -247,8 +247,11 @@ class Verification:
         elif ranks[0].unpartitioned_steps and layout.num_stages > 1:
             names = ", ".join(sorted(ranks[0].unpartitioned_steps))
             notes.append(f"{names}: run unsplit on every rank, as it cannot be partitioned")
-        if "training_step" in ranks[0].unsplit_steps:
-            notes.append("training_step keeps values that microbatches do not determine: each batch was one microbatch")
+        if (begin := ranks[0].unsplit_from) is not None:
+            since = f" from step {begin + 1} on" if begin else ""
+            notes.append(
+                "training_step makes values that microbatches do not determine: each batch was one microbatch" + since
+            )
         if (full := reference.unchanged_loss) is not None:
             replicas, count, _ = reference.observed.batch
             mean, of = first_loss(reference.observed), f"{replicas * count} microbatches"
@@ -295,11 +298,12 @@ def _split_of_ranks(data_split: DataSplit, first: RunRecord) -> DataSplit:
     if first.shares > 1:
         start, end = first.pipelined
         shares = first.shares if first.shared else 1
-        steps = data_split.unsplit_steps if data_split.plain else unsplit_steps
-        changed = replace(data_split, unsplit_steps=steps, plain=True, start=start, end=end)
+        changed = replace(data_split, plain=True, start=start, end=end)
+        if not data_split.plain:
+            changed = replace(changed, unsplit_steps=unsplit_steps, unsplit_from=first.unsplit_from)
         changed = replace(changed, shares=shares, shared=frozenset(first.shared))
         return changed if first.shared or end else replace(changed, num_microbatches=1)
-    return replace(data_split, unsplit_steps=unsplit_steps, start=first.pipelined[0])
+    return replace(data_split, unsplit_steps=unsplit_steps, unsplit_from=first.unsplit_from, start=first.pipelined[0])
 
 
 def _failed(layout: Layout, ranks: Sequence[RunRecord]) -> Report | None:

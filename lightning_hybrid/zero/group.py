@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.collectives.tensors import aligned_numel
 from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.params import store
 from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, guard, unguard
@@ -75,9 +76,10 @@ class ParameterGroup:
             store.reshard(parameters[name], self._shards.shown(name))
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.messages = GradientMessages(shapes, self._placements, ranks, sparse)
-        self._offsets, self._shard_numel = offsets_of(
+        self._offsets, length = offsets_of(
             {name: numel_of_largest_shard(shapes[name], placement) for name, placement in self._placements.items()}
         )
+        self._row_numel = aligned_numel(length, self._sent_dtype)
         self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
@@ -98,9 +100,9 @@ class ParameterGroup:
         """Reduce the gradients of these parameters, from the next backward on."""
         self.trained = list(names)
 
-    def gather_through(self, ranks: dist.ProcessGroup) -> None:
-        """Send shards through a group of the same ranks that nothing else uses."""
-        self._gather_group = ranks
+    def gather_through(self, groups: Mapping[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+        """Send shards through another group of the same ranks, by the group of the shard, that nothing else uses."""
+        self._gather_group = groups[self._ranks.shard]
 
     def guard_reads(self, gather: GatherCallbacks) -> None:
         """Gather parameters when code outside the layer reads them."""
@@ -136,7 +138,7 @@ class ParameterGroup:
         return self.is_full or self._gathering is not None or not self._placements
 
     def _send(self) -> tuple[dist.Work, Tensor]:
-        message = self._empty.new_zeros(self._shard_numel, dtype=self._sent_dtype)
+        message = self._empty.new_zeros(self._row_numel, dtype=self._sent_dtype)
         for name, offset in self._offsets.items():
             shard = self._shards[name]
             message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
@@ -188,13 +190,9 @@ class ParameterGroup:
             shape = list(shard.shape)
             shape[placement.dim] = placement.length
             full = self._full[name] = self._empty.new_empty(shape)
-        stride, offset = self._shard_numel, self._offsets[name]
-        for rank in range(self._size):
-            if rank == self._rank and self.keeps_full and shard.untyped_storage() is full.untyped_storage():
-                continue  # this rank's shard is a view of it
-            target = self._shard_of(name, full, rank)
-            start = rank * stride + offset
-            target.copy_(received[start : start + target.numel()].view(target.shape))
+        rows = received.view(self._size, self._row_numel)[:, self._offsets[name] :]
+        for ranks, target in placement.views(full, self._size):
+            target.copy_(rows[ranks, : target[0].numel()].view(target.shape))
         if not self.has_own_shards:
             self._shards.move(name, self._shard_of(name, full, self._rank))
 

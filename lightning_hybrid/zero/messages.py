@@ -1,6 +1,6 @@
 """Messages in which the gradients of one group of parameters are reduced: a reduce-scatter of one row for each rank.
 
-    row of a rank   its shard of each gradient | flags of the rows of sparse gradients | a flag for each gradient
+    row of a rank   its shard of each gradient | flags of rows of sparse gradients | padding | a flag for each gradient
 
 Gradients that are sparse in their first dim (``nn.Embedding(sparse=True)``) are sent as dense ones, with a flag for
 each row that a rank has: to an optimizer a missing row is not a zero one.
@@ -8,13 +8,14 @@ each row that a rank has: to an optimizer a missing row is not a zero one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.collectives.tensors import aligned_numel
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
 
@@ -72,7 +73,7 @@ class GradientMessages:
         self._offsets, length = offsets_of({name: self._sizes[name] for name in names} | rows)
         self._device_type, self._dtype = empty.device.type, empty.dtype
         dtype = self._ranks.reduce_dtype or empty.dtype
-        self._message = empty.new_zeros(self._size, length + len(names), dtype=dtype)
+        self._message = empty.new_zeros(self._size, aligned_numel(length + len(names), dtype), dtype=dtype)
 
     def write(self, name: str, gradient: Tensor) -> None:
         """Write a gradient of the full shape, dense or sparse, into the message."""
@@ -83,18 +84,24 @@ class GradientMessages:
             has_row = message.new_ones(gradient.shape[0])
             if gradient.is_sparse:
                 has_row = has_row.zero_().index_fill_(0, gradient.coalesce().indices()[0], 1.0)
-            placement, offset = self._row_placements[name], offsets[_rows(name)]
-            for rank in range(self._size):
-                flags = has_row if placement is None else placement.view(has_row, rank, self._size)
-                message[rank, offset : offset + flags.numel()] = flags
+            for ranks, flags in self._views(has_row, self._row_placements[name]):
+                message[ranks, offsets[_rows(name)] :][:, : flags.shape[1]] = flags
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        for rank in range(self._size):
-            shard = self._placements[name].view(gradient, rank, self._size) if name in self._placements else gradient
-            row = message[rank, offsets[name] : offsets[name] + shard.numel()]
-            divisor = self._size * (1 if self.is_local else self._ranks.replicate.size())
+        divisor = self._size * (1 if self.is_local else self._ranks.replicate.size())
+        for ranks, shards in self._views(gradient, self._placements.get(name)):
+            rows = message[ranks, offsets[name] :][:, : shards[0].numel()].view(shards.shape)
             # Scaled in the wider of both dtypes, and rounded once.
-            wide = shard.to(torch.promote_types(shard.dtype, row.dtype))
-            torch.mul(wide, 1.0 / divisor, out=row.view(shard.shape))
+            wide = torch.promote_types(shards.dtype, rows.dtype)
+            if shards.dtype != wide == rows.dtype:  # without a wide copy of the gradient
+                rows.copy_(shards).mul_(1.0 / divisor)
+            else:
+                torch.mul(shards.to(wide), 1.0 / divisor, out=rows)
+
+    def _views(self, full: Tensor, placement: Shard | None) -> Iterable[tuple[slice, Tensor]]:
+        """The shards of all ranks, (ranks, ...), as few views whatever the number of ranks."""
+        if placement is None:
+            return [(slice(self._size), full.expand(self._size, *full.shape))]
+        return placement.views(full, self._size)
 
     def launch(self) -> None:
         """Start to send the message; does not wait."""

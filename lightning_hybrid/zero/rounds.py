@@ -39,9 +39,11 @@ class GatherRounds:
 
         The order of the groups is the same on all ranks.
         """
-        # For rows in host memory, and for parameters; no other collectives go through these two.
+        # For rows in host memory, and for parameters; no other collectives go through these.
         self._headers = mesh.dedicated_group("dp_shard", "headers of gathers", "gloo")
-        gathers = mesh.dedicated_group("dp_shard", "gathers")
+        has_experts = mesh.layout.expert_parallel_size > 1  # which have fewer replicas
+        axes = ("dp_shard", "ep_shard") if has_experts else ("dp_shard",)
+        gathers = {mesh.group(axis): mesh.dedicated_group(axis, "gathers") for axis in axes}
         self._groups, self._reductions = list(groups), reductions
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
         self._positions = {id(group): float(position) for position, group in enumerate(self._groups)}

@@ -91,6 +91,7 @@ class ZeroSharding(Active):
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._rounds: GatherRounds | None = None
         self._rank_local_rounds: GatherRounds | None = None  # of code outside steps
+        self._evaluates_in_rounds = self._settles_forwards = False
         self._is_evaluating, self._same_microbatches, self._is_full_step = False, True, False
         self.running_layers: set[str] = set()
         self._saved_views: dict[frozenset[str], SavedViews] = {}
@@ -114,8 +115,9 @@ class ZeroSharding(Active):
             for group in members if stage is not None else ():  # the others are summed over stages
                 group.call_on_averages(lambda group: step(group.reduced_shards()))
 
-    def gather_in_rounds(self, mesh: Mesh) -> None:
-        """Let ranks call layers in different orders, by ``GatherRounds``."""
+    def gather_in_rounds(self, mesh: Mesh, *, in_evaluation: bool) -> None:
+        """Let ranks call layers in different orders, by ``GatherRounds``, also in an evaluation where that may be."""
+        self._evaluates_in_rounds = in_evaluation
         self._rounds = GatherRounds(mesh, self._all, self._reductions)
 
     @property
@@ -303,17 +305,23 @@ class ZeroSharding(Active):
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    def begin_evaluation(self) -> None:
-        """Keep parameters full from now on: replicas with other numbers of batches must not wait for each other."""
+    def begin_evaluation(self, is_even: bool) -> None:
+        """Keep parameters full from now on: replicas with other numbers of batches must not wait for each other.
+
+        Where they have as many (``is_even``), layers may be gathered one by one, as in training.
+        """
         self.check()
-        for group in self._all:
-            group.launch_gather()
-        for group in self._all:
+        self._settles_forwards = is_even and self._by_layer and self._evaluates_in_rounds
+        if self._settles_forwards:
+            return
+        for group, following in itertools.pairwise([*self._all, *self._all[-1:]]):
+            following.launch_gather()
             group.pin()
         self._is_evaluating = True
 
     def end_evaluation(self) -> None:
         """Free the full parameters."""
+        self._settles_forwards = False
         if self._is_evaluating:
             self._is_evaluating = False
             for group in self._all:
@@ -321,9 +329,13 @@ class ZeroSharding(Active):
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
-    def running(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
         """Inside, gather the parameters of each layer before its forward."""
-        return replaced_forwards(self._modules, self._gathering_forward, reason="gathers parameters of layers")
+        with replaced_forwards(self._modules, self._gathering_forward, reason="gathers parameters of layers"):
+            yield
+        if self._settles_forwards:  # no backward does
+            self.settle()
 
     def _neighbours(self) -> tuple[dict[str, list[ParameterGroup]], dict[str, list[ParameterGroup]]]:
         """The groups of the layers after and before each layer, in the same stage."""

@@ -60,6 +60,21 @@ def test_other_tensors_are_no_count(loss):
     assert counts_of(loss) == ()
 
 
+@pytest.mark.parametrize("term", [5e-11, 2e-10])
+def test_a_term_that_mixes_within_rounding_hides_no_count(term):
+    """However far the mean over samples is: a step is not split at first, and unsplit by a later batch."""
+
+    def mixed(batch):
+        labels = batch["labels"] != -100
+        return over_labels(batch) + term * float(labels.double().mean()) ** 2
+
+    for scale in (1.0, 1e-6):  # of what the loss differs by between samples
+        batch = {**BATCH, "losses": 1 + scale * LOSSES}
+        microbatches, weights = split_unevenly(batch)
+        values = Mean(mixed(batch), [[mixed(each) for each in microbatches]])
+        assert find_counts(values, batch, [(microbatches, weights)], torch.float64)[0] == Count(0, -100)
+
+
 def test_count_describes_itself():
     batch = {"ids": torch.ones(2, 3), "rows": [torch.ones(2), torch.zeros(2)]}
     assert Count(0, None, 1).describe(batch) == "sum of batch['ids'], without the first column"

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.checkpoint_runs import states_of
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of
+from lightning_hybrid.errors import RanksDisagree
 from models.regression import ManualStep, Regression, regression_data
 
 
@@ -72,3 +73,40 @@ def test_full_in_files_and_pickles(worlds, tmp_path, module, options):
     [(_, weights)] = worlds.run(1, fit_and_save, module, 1, {}, plain, plain / "after fit")
     for _, mine in worlds.run(2, fit_and_save, module, 2, options, saved, saved / "after validation"):
         assert_same(mine, weights)
+
+
+def gathers_of_resume(path):
+    """The ranks that optimizers ask for full states while a fit goes on from a file."""
+    from lightning_hybrid.run.optimizer_states import OptimizerStates
+
+    fit_and_save(ByAdam, 2, {"zero_stage": 2}, path)
+    asked, full_state = [], OptimizerStates.full_state
+
+    def counted(states, optimizer):
+        asked.append(type(optimizer).__name__)
+        return full_state(states, optimizer)
+
+    OptimizerStates.full_state = counted
+    try:
+        trainer = trainer_of(2, strategy_options={"zero_stage": 2}, max_epochs=2)
+        torch.manual_seed(0)
+        trainer.fit(ByAdam().double(), regression_data()["train_dataloaders"], ckpt_path=path / "after fit")
+    finally:
+        OptimizerStates.full_state = full_state
+    return asked
+
+
+def test_a_resume_gathers_no_states(worlds, tmp_path):
+    assert worlds.run(2, gathers_of_resume, tmp_path) == [[], []]
+
+
+def resume_on_one_rank(path):
+    fit_and_save(ByAdam, 2, {}, path)
+    trainer = trainer_of(2, max_epochs=2)
+    data = regression_data()["train_dataloaders"]
+    with pytest.raises(RanksDisagree, match=r"ranks \[1\] find no checkpoint, and others go on from .*after fit"):
+        trainer.fit(ByAdam().double(), data, ckpt_path=None if trainer.global_rank else path / "after fit")
+
+
+def test_a_resume_of_some_ranks_is_refused_on_all(worlds, tmp_path):
+    worlds.run(2, resume_on_one_rank, tmp_path)

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.launched_jobs import run, start
+from harness.launched_jobs import CLUSTER, results_of, run, start
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "cluster"
-LOSS = re.compile(r"rank (\d) on node (\d): loss ([\d.]+)")
 
 # What `srun` does with one task per device: the variables that it sets for each are those of SLURM's manual.
 SRUN = """
@@ -34,7 +32,7 @@ SRUN = """
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A copy of the scripts, which is the current folder."""
-    for path in FOLDER.iterdir():
+    for path in CLUSTER.iterdir():
         if path.is_file():
             (tmp_path / path.name).write_text(path.read_text())
     monkeypatch.chdir(tmp_path)
@@ -50,20 +48,16 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def results_of(output):
-    return {(rank, node): loss for rank, node, loss in LOSS.findall(output)}
-
-
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sh"])
 def test_a_script_is_bash_and_is_quoted_in_the_documentation(name):
-    assert subprocess.run(["bash", "-n", FOLDER / name], capture_output=True, text=True).stderr == ""
+    assert subprocess.run(["bash", "-n", CLUSTER / name], capture_output=True, text=True).stderr == ""
     page = (ROOT / "docs" / "howto" / "slurm_and_torchrun.md").read_text()
-    assert f"```bash\n{(FOLDER / name).read_text()}```" in page
+    assert f"```bash\n{(CLUSTER / name).read_text()}```" in page
 
 
 def test_the_python_script_is_quoted_in_the_documentation():
     page = (ROOT / "docs" / "howto" / "slurm_and_torchrun.md").read_text()
-    script = (FOLDER / "train.py").read_text().split('"""\n\n', 1)[1]
+    script = (CLUSTER / "train.py").read_text().split('"""\n\n', 1)[1]
     assert f"```python\n# train.py\n{script}```" in page
 
 

@@ -1,6 +1,7 @@
 """Multi-process jobs, started as from a shell."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+CLUSTER = TESTS.parent / "examples" / "cluster"  # scripts that start several nodes
 
 
 def environment():
@@ -39,3 +41,9 @@ def run(command, timeout=150):
 
 def torchrun(script, *options):
     return [sys.executable, "-m", "torch.distributed.run", *options, script]
+
+
+def results_of(output):
+    """The losses that `train.py` of the cluster scripts prints, by rank and node."""
+    lines = re.findall(r"rank (\d) on node (\d): loss ([\d.]+)", output)
+    return {(rank, node): loss for rank, node, loss in lines}

@@ -6,6 +6,7 @@ The numbers are those of the review of readiness for NCCL.
 import datetime
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
@@ -13,6 +14,7 @@ from harness.fits import Run, fit
 from harness.nccl import judges
 from harness.nccl.recording import RecordedWorlds
 from harness.nccl.timeouts import other_timeouts
+from harness.nccl.trace import Launch
 from lightning_hybrid.checkpoint import local
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params import owners
@@ -24,6 +26,10 @@ LIMIT = datetime.timedelta(seconds=123)
 
 class FourLayers(Mixtral):
     layers = 4
+
+
+class EightLayers(Mixtral):
+    layers = 8
 
 
 def traces_of(worlds, run, how=fit, **options):
@@ -123,14 +129,28 @@ def test_no_receive_is_posted_before_what_it_depends_on(worlds, schedule, m):
     assert not judges.stuck_at_allocations(traces_of(worlds, run))
 
 
-# -- not repaired ----------------------------------------------------------------------------------------------------
+# -- finding 14, repaired: rows of ZeRO's messages ended anywhere -----------------------------------------------------
 
 
-@pytest.mark.parametrize("early", [True, pytest.param(False, marks=finding(12, "all layers' messages are held"))])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rows_of_shards_are_multiples_of_16_bytes(worlds, stage):
+    run = Run("Layers", dp=2, dtype=torch.float32, strategy={**BY_LAYER, "zero_stage": stage})
+    launches = [launch for trace in traces_of(worlds, run) for launch in trace.of(Launch) if not launch.is_host]
+    kinds = {"allgather", "reduce_scatter"}  # whose size is that of one row
+    sent = [each for each in launches if each.line.startswith("zero/") and each.kind in kinds]
+    assert {each.kind for each in sent} == kinds
+    found = {(each.line, each.sizes[0] * getattr(torch, each.dtype).itemsize) for each in sent}
+    assert not {(line, nbytes) for line, nbytes in found if nbytes % 16}
+
+
+# -- finding 12, repaired: messages of all layers were held where a module has experts --------------------------------
+
+
+@pytest.mark.parametrize("early", [True, False])
 def test_gradients_of_layers_with_experts_are_received_in_the_backward(worlds, early):
     small, large = (
         traces_of(worlds, Run(case, dp=2, ep=2, num_batches=3, strategy=BY_LAYER), early=early)
-        for case in (Mixtral, FourLayers)
+        for case in (FourLayers, EightLayers)
     )
     assert not [text for text in judges.growth(small, large) if "zero/messages.py" in text]
 
@@ -138,6 +158,9 @@ def test_gradients_of_layers_with_experts_are_received_in_the_backward(worlds, e
 def test_gradients_of_layers_are_received_in_the_backward(worlds):
     few, many = (traces_of(worlds, Run("GPT2", dp=2, num_batches=3, microbatches=m, strategy=BY_LAYER)) for m in (1, 4))
     assert not judges.growth(few, many)
+
+
+# -- not repaired ----------------------------------------------------------------------------------------------------
 
 
 SYNCS = [

@@ -247,11 +247,9 @@ class RunLifecycle:
         built_with = self.optimization.step_hooks
         self._close_run()
         may_retry, _ = self._lay_out(may_retry=may_retry, arguments=arguments, refusal=refusal)
-        self.state.optimizers.pickle_shards()  # copies are made to see what optimizers do
         self.connect_optimizers(built_with)
         with setting.world.as_launcher():
             check_layout(self.run, self.optimization)
-        self.state.optimizers.pickle_in_full(optimizers)
         self.state.optimizers.load(optimizers, states)
         gradients.give(setting.module, self.run.plan, self.run.parts)
         return may_retry

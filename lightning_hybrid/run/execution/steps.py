@@ -241,6 +241,8 @@ class StepExecution(OwnedByRun):
         if (buffers := self.optimization.buffers) is not None:
             buffers.share()
             buffers.after_step(averaged=self.is_syncing)
+        for each in self.optimization.copied:
+            each.before_batch()
 
     def _manual_step(self, args: Sequence[Any]) -> Any:
         """Run a step that calls backwards and optimizers itself, on what this rank runs of the batch."""

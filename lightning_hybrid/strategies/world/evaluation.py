@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -51,6 +51,12 @@ def evaluate_each_sample_once(trainer: Any, world: Any) -> Callable[[], None]:
         undo.callback(around(loop, "on_run_start", joint.begin, reason=_REASON))
         undo.callback(replace(loop, _RESULTS, joint, reason=_REASON))
     return undo.close
+
+
+def have_equal_batches(loop: Any) -> bool:
+    """Whether all replicas have as many batches of each loader of a loop that has begun."""
+    joint: _LoopResults | None = vars(loop).get(_RESULTS)
+    return joint is not None and joint.has_equal_counts
 
 
 def forbid_unmatched_collectives(trainer: Any, mesh: Mesh, step: str) -> AbstractContextManager[None]:
@@ -150,6 +156,12 @@ class _LoopResults:
         original()
 
     @property
+    def has_equal_counts(self) -> bool:
+        """Whether replicas have as many batches; the length of an iterable dataset may be wrong."""
+        is_exact = not any(map(has_iterable_dataset, self._loop._combined_loader.flattened))
+        return is_exact and all(each == self.counts[0] and math.inf not in each for each in self.counts)
+
+    @property
     def batches_read(self) -> int:
         """Batches read of the present loader; Lightning counts the batches of all loaders together."""
         read: int = self._loop.batch_progress.current.ready - self._read_before
@@ -224,7 +236,7 @@ class _LoaderProgress:
     """
 
     def __init__(self, world: Any) -> None:
-        self._mesh, self._is_over = world.mesh, world.any_failed
+        self._mesh, self._is_over, self._seconds = world.mesh, world.any_failed, world.timeout.total_seconds()
         self._store = store_of_run("evaluated", world.mesh.rank)
         self._evaluation = 0
 
@@ -248,7 +260,7 @@ class _LoaderProgress:
             return end >= 0 or self._published(f"at-{loader}", ranks[position]) >= batch
 
         unknown = [position for position, count in enumerate(counts) if count == math.inf]
-        wait_until(lambda: all(map(has_come, unknown)), math.inf, self._is_over)
+        wait_until(lambda: all(map(has_come, unknown)), self._seconds, self._is_over)
         return known
 
     def _publish(self, what: str, number: int) -> None:

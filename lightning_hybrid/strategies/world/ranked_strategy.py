@@ -41,6 +41,7 @@ from lightning_hybrid.strategies.options.auto_sizes import (
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.world.failures import check_connections
 from lightning_hybrid.strategies.world.forked import ForkedRanksLauncher
+from lightning_hybrid.strategies.world.interface import name_interface
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
 
@@ -282,6 +283,8 @@ class RankedStrategy(ParallelStrategy):
         if self._is_one_process and not _distributed_is_initialized():
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        if not _distributed_is_initialized():
+            name_interface(self._environment.main_address, self.num_nodes)
         _init_dist_connection(self._environment, backend, timeout=timeout, device_id=device_id)
         if may_plan and (agreed := agreed_plan(planned, rank)):
             self.options = self.options.with_planned(agreed)

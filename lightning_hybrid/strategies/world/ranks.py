@@ -16,6 +16,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.distributed import default_pg_timeout
 
+from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
@@ -23,7 +24,8 @@ from lightning_hybrid.pipeline.metrics import count_replicas_once, gather_over_r
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.evaluation import evaluate_each_sample_once
-from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures, Rendezvous
+from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures
+from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.user_world import ReplicaWorld, published
 
 
@@ -225,7 +227,26 @@ class RankWorld:
 
     def _reasons(self, error: Exception | None) -> list[str]:
         """Return the error of each rank as text, "" where there is none."""
-        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        return self._texts("" if error is None else f"{type(error).__name__}: {error}")
+
+    def check_resumed(self, path: object) -> None:
+        """Check that all ranks go on from a checkpoint, or that none does (None); a collective over the world.
+
+        Raises:
+            RanksDisagree: The file is on some nodes only; raised on every rank.
+        """
+        found = self._texts("" if path is None else str(path))
+        missing = [rank for rank, text in enumerate(found) if not text]
+        if missing and len(missing) < len(found):
+            first = next(filter(None, found))
+            raise RanksDisagree(
+                f"ranks {missing} find no checkpoint, and others go on from {first}; save where all nodes"
+                " find it, or copy it to each of them",
+                entry="resume-ranks",
+            )
+
+    def _texts(self, mine: str) -> list[str]:
+        """Return the text of each rank; a collective over the world."""
         if self.layout.world_size == 1:
             return [mine]
         rows: list[Any] = [None] * self.layout.world_size

@@ -14,6 +14,7 @@ from models.sampled.architectures import Drawn, Unavailable, candidates, make
 
 SEED, COUNT, SAMPLES = 31, 130, 16  # about half of these run in one process, tiny
 MICROBATCHED = Layout("pp2 x 4", devices=2, strategy={"pipeline_parallel_size": 2, "num_microbatches": 4})
+ROUTED = {"JetMoeForCausalLM"}  # a small loss of routers on its own adds to that of labels, of which some are ignored
 PLACES = [
     LAYOUTS[0],
     MICROBATCHED,
@@ -112,5 +113,9 @@ def test_matches_one_process(worlds, number):
     if report.outcome == "different" and report.first.difference < 1e-8 and precision == "64-true":
         # Something inside computes in float32 under any precision, and rounds as its shards do.
         options["precision"] = "32-true"
+        report = check(worlds, Make(class_name, "module"), layout, make_data=Make(class_name, "data"), **options)
+    if report.outcome == "different" and class_name in ROUTED:
+        # The loss of the routers mixes the samples of a microbatch, whose weight is its number of labels.
+        options["num_microbatches"] = 1
         report = check(worlds, Make(class_name, "module"), layout, make_data=Make(class_name, "data"), **options)
     assert report.outcome == "same", f"{class_name}: {report}"
