@@ -6,8 +6,9 @@ Each replacement calls the one before it, so that what is done first in a step s
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import IntEnum
 from types import MethodType
 from typing import Any
@@ -19,6 +20,9 @@ from torch.optim import Optimizer
 from lightning_hybrid.patching import replace, wraps
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
+# Hooks on the steps of all optimizers are attributes of torch's module.
+HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+ALL_OPTIMIZERS = sys.modules[Optimizer.__module__]
 
 
 class Place(IntEnum):
@@ -88,16 +92,16 @@ def step_after_closure(
 
 
 @contextlib.contextmanager
-def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Take the hooks of ``optimizer`` off inside."""
-    hooks = {name: optimizer.__dict__.get(name) for name in STEP_HOOKS}
+def without_step_hooks(owner: Any, names: Sequence[str] = STEP_HOOKS) -> Iterator[None]:
+    """Take the hooks of an optimizer, or of all, off inside."""
+    hooks = {name: owner.__dict__.get(name) for name in names}
     try:
-        for name in STEP_HOOKS:
-            optimizer.__dict__[name] = OrderedDict()
+        for name in names:
+            owner.__dict__[name] = OrderedDict()
         yield
     finally:
         for name, saved in hooks.items():
-            optimizer.__dict__[name] = saved
+            owner.__dict__[name] = saved
 
 
 @contextlib.contextmanager

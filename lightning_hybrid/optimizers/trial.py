@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hybrid.optim.trust_ratio import SHARD_METHODS, TrustRatioOptimizer
-from lightning_hybrid.optimizers.replacement import STEP_HOOKS
+from lightning_hybrid.optimizers.replacement import ALL_OPTIMIZERS, HOOKS_OF_ALL, STEP_HOOKS, without_step_hooks
 from lightning_hybrid.optimizers.state_file import state_tensors
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.tensors import holds_tensors, inner_tensors
@@ -162,7 +162,8 @@ def _step_of(kind: Any, twin: Any) -> None:
     step = kind.step
     # The compiler takes seconds to import, and minutes for the shapes of all trials.
     is_compiled = step.__module__.startswith(_COMPILED)
-    with torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext():
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
+    with eager, without_step_hooks(ALL_OPTIMIZERS, HOOKS_OF_ALL):
         step(twin)
 
 
@@ -224,7 +225,7 @@ def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) 
 
 
 def copy_of_rank(optimizer: Optimizer) -> Any:
-    """Copy an optimizer with the states of this rank; in a run ``copy.copy`` gathers those of all ranks."""
+    """Copy an optimizer with the states of this rank: in a run, ``copy.copy`` gathers the full ones."""
     kind = type(optimizer)
     copied = kind.__new__(kind)
     with _class_as_it_is(kind):

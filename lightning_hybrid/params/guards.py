@@ -18,6 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_hybrid.params import store
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
 from lightning_hybrid.step.objects.tensors import storage_id
 from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
@@ -76,6 +77,18 @@ class ReadGuards:
             yield
         for refresh in self.after_shard_access:
             refresh()
+
+    @contextlib.contextmanager
+    def off_in_backwards(self) -> Iterator[None]:
+        """Inside, turn the guards off during each backward, whoever calls it."""
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            with contextlib.nullcontext() if self.are_off else self.off():
+                original(*args, **kwargs)
+
+        with replaced(torch.autograd, "backward", backward, reason="works on shards"):
+            yield
 
     def as_user_code(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap user code that a backward or an optimizer calls: inside ``function`` the guards are on."""

@@ -54,10 +54,9 @@ def connect_optimizers(
     built_with = step_hooks(optimizers) if built_with is None else built_with
     with without_later_hooks(optimizers, built_with):
         made = _connect_optimizers(run, owner, optimizers)
-    if run.hook_reads is not None and not run.setting.is_manual:
-        for optimizer in optimizers:
-            undo = read_in_later_hooks(optimizer, built_with, run.hook_reads, owner.state)
-            run.until_end.callback(undo)
+    reads = [] if run.hook_reads is None or run.setting.is_manual else [run.hook_reads]
+    for optimizer in optimizers if reads or run.setting.is_manual else ():
+        run.until_end.callback(read_in_later_hooks(optimizer, built_with, reads, owner.state))
     return dataclasses.replace(made, step_hooks=built_with)
 
 

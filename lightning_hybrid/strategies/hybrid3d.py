@@ -252,7 +252,6 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         module, state = self.lightning_module, self._state
         assert self.accelerator is not None and self.model is not None and module is not None and state is not None
         self.accelerator.setup(trainer)
-        self.world.check_resumed(trainer.ckpt_path)
         self._lifecycle = run = RunLifecycle(
             trainer, module, self, state=state, files=self._files, recompute=self._recompute, evaluated=self._evaluated
         )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.optimizers.replacement import Place, step_after_closure
 from lightning_hybrid.params import store
 from lightning_hybrid.params.placement import Shard, join, padded
@@ -43,6 +44,12 @@ class ShardedStep:
     def _step(self, kwargs: dict[str, Any]) -> None:
         every = [p for group in self._optimizer.param_groups for p in group["params"]]
         sharded = [p for p in every if id(p) in self._shardings]
+        if any(store.state_of(p) is store.State.SHARD for p in sharded):
+            raise StepError(
+                f"{type(self._optimizer).__name__}.step in manual optimization is called outside of training_step,"
+                " where each replica has shards; call it at the end of training_step, or set zero_stage=0",
+                entry="manual-step-place",
+            )
         shards = ((p, self._shard(p, p.data), None if p.grad is None else self._shard(p, p.grad)) for p in sharded)
         with store.swapped(shards):
             self._original(**kwargs)

@@ -49,6 +49,8 @@ _ELEMENTWISE = names(
 )
 _FOREACH = "_foreach_"
 _EXPORTS = names("numpy __array__ __dlpack__ untyped_storage data_ptr")
+# Given the full tensor itself: code may write into it, or gets its content without a graph.
+_WHOLE = _EXPORTS | names("data detach __set__ __setitem__ __deepcopy__ __reduce_ex__")
 _AHEAD = 16 << 20  # bytes of one message, if code reads parameters one after the other
 _ALIGNMENT = 16  # bytes; in a message, tensors begin at multiples of it
 
@@ -103,6 +105,10 @@ class Stages(OneStage):
                 if found[number] is None:  # a copy: tensors of one message would share the version of their memory
                     found[number] = _like(message[start : start + size].clone(), tensors[number][1])
         return [content for content in found if content is not None]
+
+
+def _is_in_place(operation: str) -> bool:
+    return operation.endswith("_") and not operation.endswith("__")
 
 
 def _num_bytes(tensor: Tensor | None) -> int:
@@ -185,6 +191,10 @@ class GatherOnRead(TorchFunctionMode):
     def _before(self, name: str, args: Any, kwargs: Any) -> None:
         """Prepare an operation."""
 
+    def _operand(self, gathered: _FullTensor) -> Tensor:
+        """What an operation that writes nothing gets of a full tensor."""
+        return gathered.full
+
     def _name_of(self, leaf: Any) -> str | None:
         """FQN of the parameter, if a leaf of an operation's arguments is one that must be gathered."""
         return self._names.get(id(leaf))
@@ -242,7 +252,9 @@ class GatherOnRead(TorchFunctionMode):
                     self._refuse(name, leaf)
         held = self._hold(found)
         if held:
-            leaves = [held[id(leaf)].full if id(leaf) in held else leaf for leaf in leaves]
+            is_written = member in _WHOLE or name.startswith("__i") or _is_in_place(name) or "out" in kwargs
+            given = {key: each.full if is_written else self._operand(each) for key, each in held.items()}
+            leaves = [given.get(id(leaf), leaf) for leaf in leaves]
             args, kwargs = rebuild_call(leaves, args, kwargs, plain)
         if member == "data" and name == "__get__" and (held or self._is_full(args[0])):
             # A write through `.data` would not increase the version.

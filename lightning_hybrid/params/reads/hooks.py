@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from lightning_hybrid.errors import GlobalReadError
 from lightning_hybrid.params.pickles import pickles_by, reduce_for_pickle
 from lightning_hybrid.params.reads.agreement import HookAgreement
 from lightning_hybrid.params.reads.buffers import HookBuffers
-from lightning_hybrid.params.reads.gather import GatherOnRead, OneStage, Stages, by_rows
+from lightning_hybrid.params.reads.gather import GatherOnRead, OneStage, Stages, _FullTensor, by_rows
 from lightning_hybrid.params.shards import LocalShards
-from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensors import storage_id
 from lightning_hybrid.step.standins.numbers import interceptable_tolist
 from lightning_hybrid.step.standins.tensors import is_absent, make_absent, make_absent_rows
@@ -207,12 +207,18 @@ class HookReads(GatherOnRead):
             self._buffers.refresh(self._hook, args[:1] if name == "__deepcopy__" else (args, kwargs))
         if name in ("backward", "grad"):
             self._kinds, self._stand_ins = {}, {}
-            if name == "backward" and isinstance(args[0], Tensor) and not args[0].requires_grad:
-                raise GlobalReadError(
-                    f"{self._hook}: {name}() starts from a value that was computed from parameters in a hook, where"
-                    " nothing is recorded for a backward; add the term to the loss in training_step",
-                    entry="hook-backward",
-                )
+            is_constant = name == "backward" and isinstance(args[0], Tensor) and not args[0].requires_grad
+            if is_constant or any(self._name_of(leaf) is not None for leaf in flatten((args, kwargs))[0]):
+                raise _no_backward(self._hook, name)
+
+    def _operand(self, gathered: _FullTensor) -> Tensor:
+        """Let a backward fail that reaches a full parameter, whose gradient would be lost."""
+        is_differentiable = isinstance(gathered.tensor, nn.Parameter) and gathered.tensor.requires_grad
+        if not is_differentiable or not torch.is_grad_enabled():
+            return gathered.full
+        with torch._C.DisableTorchFunction():
+            operand: Tensor = _ReadInHook.apply(torch.zeros((), requires_grad=True), gathered.full, self._hook)
+        return operand
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on full tensors; parameters are pickled in full."""
@@ -300,6 +306,28 @@ class HookReads(GatherOnRead):
         flags = torch.tensor(mine, dtype=torch.int32, device=self._stages.device)
         dist.all_reduce(flags, group=self._stages.group)
         self._kinds = dict(zip(self._parameters, flags.tolist(), strict=True))
+
+
+class _ReadInHook(torch.autograd.Function):
+    """The same full parameter, through which no backward goes."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, full: Tensor, hook: str) -> Tensor:
+        ctx.hook = hook
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> NoReturn:
+        raise _no_backward(ctx.hook, "backward")
+
+
+def _no_backward(hook: str, function: str) -> GlobalReadError:
+    return GlobalReadError(
+        f"{hook}: {function}() starts from a value that was computed from parameters in a hook, where nothing is"
+        " recorded for a backward; add the term to the loss in training_step, and take derivatives by other tensors"
+        " with torch.autograd.grad",
+        entry="hook-backward",
+    )
 
 
 def _stand_in(parameter: Tensor, kind: int) -> Tensor | None:

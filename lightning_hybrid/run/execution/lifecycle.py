@@ -135,6 +135,7 @@ class RunLifecycle:
         world.until_end.callback(count_devices_in_throughput(setting.trainer, *sizes))
         if empty is not None:
             empty.hide(setting.module)
+        world.check_resumed(setting.trainer.ckpt_path)
         # Weights and generators must agree before anything is drawn or recorded.
         copies = setting.averages.copies
         seed = synchronize_start(setting.module, world.mesh, world.data_rank, world.device, copies)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.agreement import StepBroken
-from lightning_hybrid.errors import RankOutOfMemory
+from lightning_hybrid.errors import RankOutOfMemory, StepError
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff
 from lightning_hybrid.pipeline.stages.training import ActionRecorder, Backwards, StepUndone
@@ -247,7 +247,9 @@ class StepExecution(OwnedByRun):
     def _manual_step(self, args: Sequence[Any]) -> Any:
         """Run a step that calls backwards and optimizers itself, on what this rank runs of the batch."""
         call = self.call("training_step", args, Backwards(), is_manual=True)
-        with self.run.active.user_step(lambda: self._are_averages), self.optimization.full_states():
+        guards = self.run.guards
+        on_shards = nullcontext() if guards is None else guards.off_in_backwards()
+        with self.run.active.user_step(lambda: self._are_averages), self.optimization.full_states(), on_shards:
             result = self._run(call)
             self._log(call, result)
         return result.output
@@ -383,6 +385,14 @@ class StepExecution(OwnedByRun):
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward of a scalar loss, and average gradients before hooks see them, as DDP."""
         module, plugin, guards = self.setting.module, self.setting.precision, self.run.guards
+        if kwargs.get("create_graph") and self.is_syncing and self.run.mesh.size("data") > 1:
+            raise StepError(
+                "manual_backward(create_graph=True): gradients become averages over the"
+                f" {self.run.mesh.size('data')} replicas, which have no graph, so that a further backward would leave"
+                " out what is computed from them; differentiate by torch.autograd.grad(loss, parameters,"
+                " create_graph=True), add the term to the loss, and call manual_backward once",
+                entry="manual-graph",
+            )
         is_plain = self.run.runs_user_step
         if is_plain:
             self.recorder.add_since_last(Action(Kind.F, 0, 0))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.optimizers.replacement import STEP_HOOKS, Place, replace_step
+from lightning_hybrid.optimizers.replacement import ALL_OPTIMIZERS, HOOKS_OF_ALL, STEP_HOOKS, Place, replace_step
 from lightning_hybrid.patching import replaced
 
 if TYPE_CHECKING:
@@ -132,30 +132,41 @@ def without_later_hooks(optimizers: Iterable[Optimizer], built_with: Collection[
 
 
 def read_in_later_hooks(
-    optimizer: Optimizer, built_with: Collection[int], reads: HookReads, state: Any
+    optimizer: Optimizer, built_with: Collection[int], reads: Sequence[HookReads], state: Any
 ) -> Callable[[], None]:
     """Let later hooks of the user on an optimizer's steps read full parameters and gradients; return the undo.
 
-    ``state`` is that of the module.
+    ``reads`` are none in a step that calls optimizers itself, which has full ones. ``state`` is that of the module.
     """
     original, where = optimizer.step, f"a hook on {type(optimizer).__name__}.step"
 
     def is_later(key: int, hook: Any) -> bool:
         return key not in built_with and is_of_user(hook)
 
+    @contextlib.contextmanager
+    def reading() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in reads:
+                stack.enter_context(each.hook(where, is_on_all_ranks=False))
+            yield
+
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if state.is_full:
             return original(*args, **kwargs)
-        with hidden_hooks(self, is_later) as (before, after):
+        with (
+            hidden_hooks(ALL_OPTIMIZERS, is_later, HOOKS_OF_ALL) as of_all,
+            hidden_hooks(self, is_later) as own,
+        ):
+            before, after = ([*first, *second] for first, second in zip(of_all, own, strict=True))
             args = (self, *args)
             if before:
-                with reads.hook(where, is_on_all_ranks=False):
+                with reading():
                     for hook in before:
                         if (changed := hook(self, args, kwargs)) is not None:
                             args, kwargs = changed
             result = original(*args[1:], **kwargs)
             if after:
-                with reads.hook(where, is_on_all_ranks=False):
+                with reading():
                     for hook in after:
                         hook(self, args, kwargs)
         return result
@@ -165,15 +176,15 @@ def read_in_later_hooks(
 
 @contextlib.contextmanager
 def hidden_hooks(
-    optimizer: Optimizer, is_hidden: Callable[[int, Any], bool], names: Sequence[str] = STEP_HOOKS
+    owner: Any, is_hidden: Callable[[int, Any], bool], names: Sequence[str] = STEP_HOOKS
 ) -> Iterator[list[list[Any]]]:
-    """Take hooks off an optimizer inside; yields those before the step, and those after it."""
+    """Take hooks off an optimizer, or torch's module for all, inside; yields those before the step, and after it."""
     found: list[list[Any]] = []
     with contextlib.ExitStack() as stack:
         for name in names:
-            hooks = optimizer.__dict__.get(name) or {}
+            hooks = vars(owner).get(name) or {}
             found.append([hook for key, hook in hooks.items() if is_hidden(key, hook)])
             if found[-1]:
                 others = OrderedDict((key, hook) for key, hook in hooks.items() if not is_hidden(key, hook))
-                stack.enter_context(replaced(optimizer, name, others, reason="later hooks have reads of their own"))
+                stack.enter_context(replaced(owner, name, others, reason="later hooks have reads of their own"))
         yield found

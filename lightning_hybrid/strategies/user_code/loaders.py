@@ -142,8 +142,9 @@ class LoaderReads(TorchFunctionMode):
             elif is_shard:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but it is sharded over"
-                    " replicas, and no object of the loader refers to the module; pass the module to the dataset,"
-                    f" {_INSTEAD}, or set zero_stage=0 and expert_parallel_size=1",
+                    " replicas, which gather it only where an object of the loader refers to the module and no ranks"
+                    f" share experts; pass the module to the dataset, {_INSTEAD}, or set zero_stage=0 and"
+                    " expert_parallel_size=1",
                     entry="loader-module",
                 )
 

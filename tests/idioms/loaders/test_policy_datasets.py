@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
+from models.expert_modules import BestOfFour
 
 STATE, STEPS = 4, 12
 
@@ -193,7 +194,7 @@ def refused(size, pp, make_module, options):
 @pytest.mark.parametrize(
     ("make_module", "pp", "options", "refusal_text"),
     [
-        (Hidden, 1, {"zero_stage": 3}, "no object of the loader refers to the module"),
+        (Hidden, 1, {"zero_stage": 3}, "an object of the loader refers to the module"),
         (InWorkers, 1, {"zero_stage": 3}, "in a worker"),
         (InWorkers, 2, {}, "in a worker"),
         (InWorkers, 1, {"tensor_parallel_size": 2}, "in a worker"),
@@ -207,3 +208,25 @@ def test_ungatherable_policies_are_refused(worlds, make_module, pp, options, ref
     if make_module is not BatchOfStored:
         assert all("'actor.0.weight' while a loader fetches" in message for message in messages), messages
         assert all("on_train_batch_start" in message for message in messages), messages
+
+
+class Routed(Policy):
+    """A layer of experts in its actor."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor[2] = BestOfFour(8).double()
+
+    def play(self):
+        rank = self.trainer.global_rank
+        for turn in range(STEPS):
+            read = self.actor[2].experts[0][0].weight if turn % (rank + 2) == 0 else None  # on some ranks only
+            value = torch.zeros((), dtype=torch.float64) if read is None else read.detach().sum()
+            yield torch.ones(STATE, dtype=torch.float64), 0, torch.zeros(()), value
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 3}, {"zero_stage": 1}, {}], ids=["zero3", "zero1", "experts only"])
+def test_reads_of_shared_experts_are_refused(worlds, options):
+    messages = worlds.run(4, refused, 4, 1, Routed, {"expert_parallel_size": 2, **options})
+    wanted = "'actor.2.experts.0.0.weight' while a loader fetches a batch, but it is sharded over replicas"
+    assert any(wanted in message and "no ranks share experts" in message for message in messages), messages

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.layouts import FEATURES, Case, Regression, check
+from faults.layouts import FEATURES, LAYOUTS, Case, Regression, check, refusal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -172,6 +172,21 @@ class ReadsStates(Manual):
         self.seen.append([float(state["step"]) for state in states])
 
 
+class PlainBackward(Manual):
+    """Calls no method of Lightning for the backward, and none of the optimizer itself to clear gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        self.see()
+        for p in self.parameters():
+            p.grad = p.grad * 0.5 if p.grad is not None else None
+        torch.autograd.backward([self.loss(batch)])
+        self.see()
+        optimizer.step()
+
+
 CASES = (Writes, Refers, InClosure, Differentiates, Replaces, ReadsStates)
 
 
@@ -180,6 +195,8 @@ CASES = (Writes, Refers, InClosure, Differentiates, Replaces, ReadsStates)
     [
         *(pytest.param(case, layer, "tp2", {}, id=f"{case.__name__}-{layer.__name__}-tp2")
           for case in CASES for layer in (perceptron, Routed)),
+        *(pytest.param(PlainBackward, layer, "tp2", {}, id=f"PlainBackward-{layer.__name__}-tp2")
+          for layer in (perceptron, Routed)),
         *(pytest.param(case, perceptron, "tp2 x dp2", {"zero_stage": 3}, id=f"{case.__name__}-zero3", marks=SLOW)
           for case in (Writes, Refers, InClosure, Replaces)),
         *(pytest.param(case, Routed, "dp2", {"expert_parallel_size": 2}, id=f"{case.__name__}-experts", marks=SLOW)
@@ -210,3 +227,48 @@ def test_second_derivatives_of_shared_experts(worlds, tmp_path, options):
     check(
         worlds, Case(partial(PenalizesInputs, Routed), strategy={"expert_parallel_size": 2, **options}), "dp2", tmp_path
     )
+
+
+class OfGradients(Manual):
+    """Adds a term of the gradients to a second loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch), create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in self.gradients())
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) + 0.1 * penalty)
+        optimizer.step()
+
+
+class StepsInHook(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "text"),
+    [
+        (OfGradients, "zero1", "averages over the 2 replicas"),
+        pytest.param(OfGradients, "dp2", "averages over the 2 replicas", marks=SLOW),
+        pytest.param(OfGradients, "pp2", "averages over the 2 replicas", marks=SLOW),
+        (StepsInHook, "zero3", "outside of training_step"),
+        pytest.param(StepsInHook, "zero1", "outside of training_step", marks=SLOW),
+    ],
+)
+def test_what_gradients_of_replicas_lack_is_refused(worlds, tmp_path, module, layout, text):
+    texts = worlds.run(LAYOUTS[layout][0], refusal, Case(partial(module, perceptron)), layout, tmp_path)
+    assert any(f"StepError: {'manual_backward' if module is OfGradients else 'AdamW'}" in each and text in each
+               for each in texts), texts  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [(OfGradients, "tp2"), pytest.param(StepsInHook, "tp2", marks=SLOW), pytest.param(StepsInHook, "dp2", marks=SLOW)],
+)
+def test_one_replica_has_all_of_gradients(worlds, tmp_path, module, layout):
+    check(worlds, Case(partial(module, perceptron)), layout, tmp_path)

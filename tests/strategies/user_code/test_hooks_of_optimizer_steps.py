@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.fits import trainer_of
@@ -18,7 +19,7 @@ class Hooked(Sequential):
 
     def __init__(self, registers, changes):
         super().__init__(features=FEATURES, lr=0.05)
-        self.registers, self.changes, self.seen = registers, changes, []
+        self.registers, self.changes, self.seen, self.handles = registers, changes, [], []
 
     def register(self, optimizer):
         optimizer.register_step_pre_hook(lambda *_: self.see("before", optimizer))
@@ -46,6 +47,14 @@ class Hooked(Sequential):
     def on_train_start(self):
         if self.registers == "on_train_start":
             self.register(self.trainer.optimizers[0])
+        if self.registers == "on all optimizers":
+            optimizer = self.trainer.optimizers[0]
+            before = register_optimizer_step_pre_hook(lambda *_: self.see("before", optimizer))
+            self.handles = [before, register_optimizer_step_post_hook(self.limit)]
+
+    def on_train_end(self):
+        for handle in self.handles:
+            handle.remove()
 
     def training_step(self, batch, batch_idx=None):
         x, y = batch
@@ -93,7 +102,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("registers", ["callback", "on_train_start", "when it is built"])
+@pytest.mark.parametrize("registers", ["callback", "on_train_start", "when it is built", "on all optimizers"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_hooks_read_the_full_model(worlds, layout, registers):
     world_size, options, changes, replicas = LAYOUTS[layout]
