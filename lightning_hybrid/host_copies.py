@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and pinned host memory, on a side stream for each direction.
+"""Copies between a device and host memory: many small tensors at once, or large ones on a side stream per direction.
 
 compute stream   forward or gradients ............ backward, or the next step
 side stream        copy out, copy out
@@ -7,10 +7,64 @@ other side stream                        copy in, copy in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor of no subclass, whose memory is its own."""
+    return type(value) in (Tensor, nn.Parameter)
+
+
+@torch.no_grad()
+def read_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, of equal shapes and dtypes; the host waits once for each device, not for each tensor."""
+    found: dict[int, Tensor] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        there = {index: tensor for index, tensor in enumerate(tensors) if tensor.device == device}
+        contents = [_bytes_of(tensor) for tensor in there.values()]
+        parts = torch.cat(contents).cpu().split([len(each) for each in contents])
+        for (index, tensor), part in zip(there.items(), parts, strict=True):
+            found[index] = part.clone().view(tensor.dtype).view(tensor.shape)  # the part may begin anywhere
+    return [found[index] for index in range(len(tensors))]
+
+
+def read_numbers(values: Sequence[float | Tensor]) -> list[float]:
+    """Numbers, some of which are tensors of one element, as numbers; plain tensors are read together."""
+    plain: list[Tensor] = [value for value in values if is_plain(value)]
+    read = iter(read_all(plain))
+    return [float(next(read) if is_plain(value) else value) for value in values]
+
+
+class HostReads:
+    """Tensors that the host will read: those that wait are copied together, once the first of them is needed."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Tensor] = {}
+        self._read: dict[int, Tensor] = {}
+        self._numbers = itertools.count()
+
+    def add(self, tensor: Tensor) -> int:
+        """Let a plain tensor of any shape wait, which must keep its content; returns its number."""
+        number = next(self._numbers)
+        self._waiting[number] = tensor
+        return number
+
+    def take(self, number: int) -> Tensor:
+        """The tensor of a number, in host memory; once."""
+        if number in self._waiting:
+            self._read |= zip(self._waiting, read_all(list(self._waiting.values())), strict=True)
+            self._waiting = {}
+        return self._read.pop(number)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 class HostCopies:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lightning_hybrid.host_copies import read_numbers
 from lightning_hybrid.step.objects.pytree import flatten
 
 _IGNORED = -100  # torch's default ``ignore_index``
@@ -47,19 +48,21 @@ class Count(NamedTuple):
 
     def of(self, batch: Any) -> float:
         """The count of a batch or microbatch; 0 for a batch with fewer tensors."""
+        return float(self.total(batch))
+
+    def total(self, batch: Any) -> Tensor | float:
+        """The count, which the host has not read yet."""
         tensors = _tensors(batch)
         if self.position >= len(tensors):
             return 0.0
         tensor = tensors[self.position].detach()
         if self.begin or self.end is not None:
             tensor = tensor[..., self.begin : self.end]
-        return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
+        return tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum()
 
     def weights(self, microbatches: Sequence[Any]) -> list[float] | None:
         """The weights of the microbatches of one batch, which sum to 1; None if all counts are 0."""
-        counts = [self.of(microbatch) for microbatch in microbatches]
-        total = sum(counts)
-        return [count / total for count in counts] if total > 0 else None
+        return weights_by([self], microbatches)[0]
 
 
 class Mean(NamedTuple):
@@ -98,9 +101,20 @@ def find_counts(
     return tuple(sorted(near, key=lambda count: errors[count] > least + rounding))
 
 
+def weights_by(counts: Sequence[Count], microbatches: Sequence[Any]) -> list[list[float] | None]:
+    """The weights of the microbatches by each count; the host reads all counts at once."""
+    totals = [count.total(microbatch) for count in counts for microbatch in microbatches]
+    numbers, found = iter(read_numbers(totals)), list[list[float] | None]()
+    for _ in counts:
+        row = [next(numbers) for _ in microbatches]
+        total = sum(row)
+        found.append([number / total for number in row] if total > 0 else None)
+    return found
+
+
 def weights_differ(counts: Sequence[Count], microbatches: Sequence[Any]) -> bool:
     """Whether several counts give different weights to the microbatches of a batch."""
-    weights = [count.weights(microbatches) for count in counts]
+    weights = weights_by(counts, microbatches)
     return any(not _is_close(other, weights[0]) for other in weights[1:])
 
 
@@ -133,14 +147,13 @@ def counts_in(batch: Any) -> Iterator[Count]:
 
 def uneven_masks(batch: Any, microbatches: Sequence[Any], weights: Sequence[float]) -> set[Count]:
     """Counts of labels and masks whose shares per microbatch differ from ``weights``, the shares of samples."""
-    found = set()
-    for position, leaf in enumerate(_tensors(batch)):
-        if leaf.is_floating_point() or leaf.is_complex():
-            continue
-        count = Count(position, 0 if leaf.dtype is torch.bool else _IGNORED)
-        if (by_count := count.weights(microbatches)) is not None and not _is_close(by_count, weights):
-            found.add(count)
-    return found
+    counts = [
+        Count(position, 0 if leaf.dtype is torch.bool else _IGNORED)
+        for position, leaf in enumerate(_tensors(batch))
+        if not (leaf.is_floating_point() or leaf.is_complex())
+    ]
+    pairs = zip(counts, weights_by(counts, microbatches), strict=True)
+    return {count for count, by_count in pairs if by_count is not None and not _is_close(by_count, weights)}
 
 
 def _is_close(some: Sequence[float] | None, others: Sequence[float] | None) -> bool:

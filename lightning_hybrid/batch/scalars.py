@@ -17,6 +17,7 @@ from lightning_hybrid.batch.means import SCALED, is_linear, reduction_of
 from lightning_hybrid.batch.merge import Argument, Leaf, Microbatches
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
+from lightning_hybrid.host_copies import read_numbers
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.marks import Marks, mark_in_any_run
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, is_absent
@@ -146,8 +147,8 @@ class BatchScalars(Microbatches):
         mean = self._mean(index)
         if on_batch is None or mean is None or on_batch.dim():
             return (mean, "mean") if on_batch is None else (on_batch, self._kind_of_inputs(index))
-        rounding = 8 * torch.finfo(mean.dtype).eps * abs(float(mean))
-        is_mean = abs(float(on_batch) - float(mean)) <= rounding
+        computed, expected = read_numbers([on_batch, mean])
+        is_mean = abs(computed - expected) <= 8 * torch.finfo(mean.dtype).eps * abs(expected)
         return (mean, "mean") if is_mean else (on_batch, self._kind_of_inputs(index))
 
     def _kind_of_inputs(self, index: int) -> str:

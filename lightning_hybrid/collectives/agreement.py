@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.errors import RanksDisagree, StepError
+from lightning_hybrid.host_copies import HostReads
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import as_plain_tensor
@@ -71,6 +72,7 @@ class NumberExchange:
         self._group = group
         self._device = device
         self._gathered: Callable[[], list[Tensor]] | None = None
+        self._reads, self._number = HostReads(), -1  # of the rows, once they have arrived
         if group.size() > 1:
             state = _BROKEN if is_broken else float(trace)
             first = [float(len(numbers)), float(names), float(batch), state, *numbers[:_SLOTS]]
@@ -78,6 +80,18 @@ class NumberExchange:
 
     def _start(self, row: list[float]) -> Callable[[], list[Tensor]]:
         return start_all_gather(torch.tensor(row, dtype=torch.float64, device=self._device), self._group)
+
+    def arrive(self, reads: HostReads) -> Tensor:
+        """Let the device wait for the rows, and ``reads`` read them.
+
+        Returns:
+            Whether a rank aborted the step, as a number on the device, of shape (1,).
+        """
+        if self._gathered is None:
+            return torch.zeros(1, device=self._device)
+        rows = torch.stack(self._gathered())
+        self._reads, self._number = reads, reads.add(rows)
+        return (rows[:, 3] == _BROKEN).any().reshape(1).to(torch.float32)
 
     def finish(self) -> list[float]:
         """Wait; returns each number as the first rank that has it passed it, ``ABSENT`` if none did.
@@ -88,7 +102,9 @@ class NumberExchange:
         """
         if self._gathered is None:
             return self._numbers
-        rows = [row.tolist() for row in self._gathered()]
+        if self._number < 0:
+            self.arrive(self._reads)
+        rows = self._reads.take(self._number).tolist()
         if any(row[3] == _BROKEN for row in rows):
             raise StepBroken(None)
         for index, what in _COMPARED:
@@ -133,21 +149,37 @@ def batches_differ(checksums: Sequence[float]) -> RanksDisagree:
 
 def digest(leaves: Sequence[object]) -> int:
     """A number that is equal for equal batches, and almost surely for no others; cheap on large tensors."""
-    found = hashlib.blake2b(digest_size=6)  # exact in float64
-    _add(found, leaves)
-    return int.from_bytes(found.digest(), "little")
+    return Digest(leaves, HostReads()).number()
 
 
-def _add(found: hashlib.blake2b, leaves: Sequence[object]) -> None:
+class Digest:
+    """A digest of leaves as they are now, which the host reads later with other tensors."""
+
+    def __init__(self, leaves: Sequence[object], reads: HostReads) -> None:
+        """Copy what is digested of the leaves, on their devices."""
+        self._reads = reads
+        self._parts = [
+            (shape, reads.add(part)) if isinstance(part, Tensor) else part for shape, part in _digested(leaves)
+        ]
+
+    def number(self) -> int:
+        """The digest."""
+        found = hashlib.blake2b(digest_size=6)  # exact in float64
+        for part in self._parts:
+            if isinstance(part, tuple):
+                content = self._reads.take(part[1]).reshape(-1).view(torch.uint8).numpy().tobytes()
+                part = part[0], zlib.crc32(content)
+            found.update(repr(part).encode())
+        return int.from_bytes(found.digest(), "little")
+
+
+def _digested(leaves: Sequence[object]) -> Iterator[tuple[tuple[int, ...], Tensor | float]]:
+    """Each tensor's shape and some of its elements, and each number."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
             flat = as_plain_tensor(leaf).detach().reshape(-1)
-            part = flat[:: max(1, flat.numel() // _DIGESTED)].contiguous()
-            if part.is_complex() or part.is_conj():
-                part = torch.view_as_real(part.resolve_conj())
-            content = part.view(torch.uint8).cpu().numpy().tobytes()
-            found.update(repr((tuple(leaf.shape), zlib.crc32(content))).encode())
+            yield tuple(leaf.shape), flat[:: max(1, flat.numel() // _DIGESTED)].clone()
         elif isinstance(leaf, int | float):
-            found.update(repr(leaf).encode())
+            yield (), leaf
         elif not isinstance(leaf, Tensor):
-            _add(found, tensors_inside(leaf))
+            yield from _digested(tensors_inside(leaf))

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_hybrid.collectives.tensors import TensorSpec, as_sendable, group_device, on_group_device
 
+_LENGTH, _FIRST_BYTES = 8, 1 << 12  # of the first message of an exchange among all
 _SMALL_BYTES = 1 << 16  # up to this size one message for all tensors is faster than one for each
 
 
@@ -67,6 +68,30 @@ def broadcast_object(value: Any, group: ProcessGroup | None = None, source: int 
         dist.broadcast(as_sendable(content), group=group, group_src=source)
         tensors.append(content.cpu())
     return value if is_source else _unpack(row, tensors)
+
+
+def gather_on_all(value: Any, group: ProcessGroup) -> list[Any]:
+    """Return the objects of all ranks of a group on each, without tensors of a device; collective.
+
+    One message for small objects: the host waits once for the device.
+    """
+    content = pickle.dumps(value)
+    first = len(content).to_bytes(_LENGTH, "little") + content[:_FIRST_BYTES]
+    rows = _gather_bytes(first, _LENGTH + _FIRST_BYTES, group)
+    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
+    contents = [row[_LENGTH:] for row in rows]
+    if max(lengths) > _FIRST_BYTES:
+        rest = _gather_bytes(content[_FIRST_BYTES:], max(lengths) - _FIRST_BYTES, group)
+        contents = [first + second for first, second in zip(contents, rest, strict=True)]
+    return [pickle.loads(each[:length]) for each, length in zip(contents, lengths, strict=True)]
+
+
+def _gather_bytes(content: bytes, size: int, group: ProcessGroup) -> list[bytes]:
+    padded = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+    sent = on_group_device(padded, group)
+    rows = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(rows, sent, group=group)
+    return [row.numpy().tobytes() for row in torch.stack(rows).cpu()]
 
 
 class _Packed(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from lightning_hybrid.batch.means import reduction_of
 from lightning_hybrid.batch.merge import Argument, Leaf, join
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.scalars import BatchScalars
-from lightning_hybrid.collectives.agreement import NumberExchange, digest
+from lightning_hybrid.collectives.agreement import Digest, NumberExchange
 from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.errors import StepError
+from lightning_hybrid.host_copies import is_plain, read_numbers
 from lightning_hybrid.pipeline.full_batch import SideEffectRun
 from lightning_hybrid.pipeline.kept import AppendedEntries
 from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, describe_unexplained, keyed, size_of
@@ -68,11 +69,12 @@ class StepResultExchange:
         self._reads = () if given.log_run is None else given.log_run.reads
         self._group, self._device = plan.group, plan.randomness.device
         self._logs, self._weights, self._variants = logs, weights, given.variants
-        self._digest = digest(flatten(given.batch)[0])  # now, since the step may write into it
+        self._digest = Digest(flatten(given.batch)[0], logs.reads)  # now, since the step may write into it
         self._stored, self.news = stored, ""
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
         self._numbers: list[float] = []
+        self._read: dict[tuple[int, int], float] = {}  # exchanged scalars, by microbatch and value
         self._combined_keys: set[Key | Argument] = set()
         self._has_guesses = any(v.dynamic for variant in given.variants for v in variant.assignment.graph.values)
         self._scalars: list[tuple[int, int]] = []
@@ -93,7 +95,11 @@ class StepResultExchange:
         if is_broken or self.news:
             self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
             return
+        reads = self._logs.reads
+        made = {(index, value): runs[index].made.get(value) for index, value in self._scalars}
+        waiting = {key: reads.add(each.detach()) for key, each in made.items() if is_plain(each)}
         self._entries = self._logs.entries()
+        read = {key: reads.take(number) for key, number in waiting.items()}
         scalars = [runs[index].scalars for index in range(len(runs))]
         graphs = [variant.assignment.graph for variant in self._variants]
         # What depends on weighted means has other values than those measured: the graph tells how it is made.
@@ -105,32 +111,32 @@ class StepResultExchange:
         self._metrics.finish_all(batch)
         self._combined_keys |= batch.guessed
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
-        numbers = [
+        numbers: list[float | Tensor] = [
             number
             for key, entry in keyed(self._entries)
             for number in (self._full_batch_number(key, entry, batch), *entry.values)
         ]
-        for index, value in self._scalars:
-            made = runs[index].made.get(value)
-            if made is not None and value != self._variants[index].assignment.graph.loss and not batch.kind(value):
-                made = batch.value(value)
-            numbers.append(ABSENT if made is None else float(made))
-        numbers += [ABSENT if (read := batch.value(value)) is None else float(read) for value in self._reads]
+        for (index, value), scalar in made.items():
+            if scalar is not None and value != self._variants[index].assignment.graph.loss and not batch.kind(value):
+                numbers.append(_number(batch.value(value)))
+            else:
+                numbers.append(_number(read.get((index, value), scalar)))
+        numbers += [_number(batch.value(value)) for value in self._reads]
         if self._has_guesses:
             # The last stage has most values; one number of each is sent.
             is_last = self._plan.rank == self._plan.rank_of(self._plan.num_stages - 1)
             numbers += [guess if is_last else ABSENT for entry in self._entries for guess in entry.guesses]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self._exchange = NumberExchange(
-            numbers,
+            read_numbers(numbers),
             self._group,
             names=names,
-            batch=self._digest,
+            batch=self._digest.number(),
             trace=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
             device=self._device,
         )
 
-    def _full_batch_number(self, key: Key, entry: Entry, batch: BatchScalars) -> float:
+    def _full_batch_number(self, key: Key, entry: Entry, batch: BatchScalars) -> float | Tensor:
         """The number logged for the full batch; ``ABSENT`` where it is the combination of the microbatches'."""
         number: Any = None
         if len(self._variants) == 1:
@@ -141,7 +147,7 @@ class StepResultExchange:
             return ABSENT
         elif entry.value is not None and key not in self._measured:
             number = None if batch.is_mean(entry.value) else batch.value(entry.value)
-        return ABSENT if number is None else float(number)
+        return _number(number)
 
     def _combined(self, key: Key, entry: Entry) -> float:
         if entry.is_plain and self._given.repeats_logs and len(set(entry.values)) == 1:
@@ -173,10 +179,17 @@ class StepResultExchange:
         known = [each for each in self._weighting.unexplained if each[0] in self._combined_keys]
         return [(each[0], describe_unexplained(self._call.name, *each)) for each in known]
 
-    def wait(self) -> None:
-        """Wait for the numbers of all ranks; ``StepBroken`` if the step broke on one."""
+    def wait(self, agree: Callable[[Tensor], Tensor], is_broken: bool) -> tuple[bool, bool]:
+        """Wait for the numbers of all ranks; returns whether the step broke on one, and on one of any replica.
+
+        ``agree`` sums a tensor over replicas, and ``is_broken`` says whether the step broke on this rank.
+        """
         assert self._exchange is not None
-        self._numbers = self._exchange.finish()
+        reads, flag = self._logs.reads, self._exchange.arrive(self._logs.reads)
+        here, anywhere = reads.add(flag + float(is_broken)), reads.add(agree(flag + float(is_broken)))
+        if not (is_broken_here := bool(reads.take(here))):
+            self._numbers = self._exchange.finish()
+        return is_broken_here, bool(reads.take(anywhere))
 
     def finish(self, runs: Mapping[int, StageRun]) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
         """Broadcast the tensors, after ``wait``.
@@ -200,7 +213,8 @@ class StepResultExchange:
         for (index, value), number in zip(self._scalars, numbers, strict=False):
             described = self._variants[index].assignment.graph.values[value]
             dtype, device = getattr(torch, described.dtype), described.device or self._device
-            content[index][value] = torch.tensor(number, dtype=dtype, device=device)
+            rounded = torch.tensor(number, dtype=dtype)
+            self._read[index, value], content[index][value] = float(rounded), rounded.to(device)
         if self._log_run is not None:
             found = self._log_run.numbers(dict(zip(self._reads, numbers, strict=False)))
             pairs = zip(keyed(self._entries), logged, strict=True)
@@ -234,7 +248,8 @@ class StepResultExchange:
         loss = None
         if self._call.trains:
             losses = [values[variant.loss] for values, variant in zip(content, self._variants, strict=True)]
-            total = sum(float(loss) * weight for loss, weight in zip(losses, self._weights, strict=True))
+            read = [self._read[index, variant.loss] for index, variant in enumerate(self._variants)]
+            total = sum(loss * weight for loss, weight in zip(read, self._weights, strict=True))
             loss = losses[0].new_tensor(total)
         output = join(outputs, self._weights, self._given.sizes, step=self._call.name) if outputs else loss
         if side_effects is not None:
@@ -246,6 +261,11 @@ class StepResultExchange:
         if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
             refuse_absent_numbers(self._plan.root, [variant.recording for variant in self._variants], read_at)
         return returned_batch(self._given.batch, self._given.parts, [run.result for run in runs], output), loss
+
+
+def _number(value: Tensor | float | None) -> Tensor | float:
+    """A number of this rank that is to be exchanged, which need not be read yet; ``ABSENT`` for none."""
+    return ABSENT if value is None else value
 
 
 def detached(leaf: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid import patching
 from lightning_hybrid.batch.merge import REDUCTIONS, Argument, Leaf
+from lightning_hybrid.host_copies import HostReads, is_plain
 from lightning_hybrid.step.standins.marks import mark_in_any_run
 from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -164,12 +166,18 @@ def describe_undecided(name: str) -> str:
 
 
 class LogCapture:
-    """Replaces ``LightningModule.log`` while a step runs."""
+    """Replaces ``LightningModule.log`` while a step runs.
+
+    Attributes:
+        reads: What the host reads with the logged tensors.
+    """
 
     def __init__(self, num_microbatches: int, has_guessed: Callable[[], bool] = bool) -> None:
         """Set up for so many runs of a step; ``has_guessed`` returns whether a number may come from a recorded size."""
+        self.reads = HostReads()
         self._count, self._has_guessed = num_microbatches, has_guessed
-        self.runs: dict[int, list[Entry]] = {}  # by microbatch: its calls, entries of one value
+        self._runs: dict[int, list[list[Entry]]] = {}  # by microbatch: the calls of its runs, entries of one value
+        self._unread: list[tuple[Entry, int]] = []  # entries whose value is a tensor, with its number in `reads`
 
     def microbatch(
         self, root: nn.Module, index: int, origin: Callable[[Any], Any] = lambda value: None
@@ -182,9 +190,12 @@ class LogCapture:
 
     def entries(self) -> list[Entry]:
         """One entry per key and call; values of microbatches that have not logged it are ``ABSENT``."""
+        for entry, number in self._unread:
+            entry.set_value(float(self.reads.take(number)))
+        self._unread = []
         entries: dict[Key, Entry] = {}
         for index in range(self._count):
-            for key, one in keyed(self.runs.get(index, ())):
+            for key, one in keyed(functools.reduce(_joined, self._runs.get(index, [[]]))):
                 if key not in entries:
                     values, guesses = [ABSENT] * self._count, [ABSENT] * self._count
                     entries[key] = replace(one, values=values, guesses=guesses, sizes=[None] * self._count)
@@ -199,10 +210,10 @@ class LogCapture:
         """One call in one microbatch; ``origin`` is the call of a metric that has returned the value, if one has."""
         is_tensor, metric = isinstance(value, Tensor), value if isinstance(value, Metric) else None
         number = _number(name, value)
-        exact, guess = ABSENT if number is None else number, ABSENT
+        exact, guess = number if isinstance(number, float) else ABSENT, ABSENT
         if not is_tensor and metric is None and self._has_guessed():
             exact, guess = guess, exact
-        return Entry(
+        made = Entry(
             *(name, metric, kwargs, [exact], [kwargs.get("batch_size")], _dtype(value), [guess]),
             other=value if number is None and metric is None else NUMBER,
             value=mark_in_any_run(value),
@@ -211,6 +222,13 @@ class LogCapture:
             is_integer=is_tensor and value.dtype is not torch.bool and not value.is_floating_point(),
             is_bool=is_tensor and value.dtype is torch.bool,
         )
+        if isinstance(number, Tensor):
+            self._unread.append((made, self.reads.add(number)))
+        return made
+
+    def add_run(self, index: int, calls: list[Entry]) -> None:
+        """Add the calls of one run of a microbatch."""
+        self._runs.setdefault(index, []).append(calls)
 
 
 class _CaptureContext(AbstractContextManager[None]):
@@ -226,11 +244,7 @@ class _CaptureContext(AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._undo()
         if error is None:
-            calls, earlier = self._calls, self._capture.runs.get(self._index)
-            if earlier is not None and len(earlier) == len(calls):
-                pairs = zip(earlier, calls, strict=True)
-                calls = [old if is_known(old.values[0]) and not is_known(new.values[0]) else new for old, new in pairs]
-            self._capture.runs[self._index] = calls
+            self._capture.add_run(self._index, self._calls)
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
@@ -239,13 +253,21 @@ class _CaptureContext(AbstractContextManager[None]):
             self._calls.append(self._capture.entry(name, value, kwargs, self._origin(value)))
 
 
+def _joined(earlier: Sequence[Entry], calls: Sequence[Entry]) -> Sequence[Entry]:
+    """The calls of two runs of a microbatch, with the values that either has."""
+    if len(earlier) != len(calls):
+        return calls
+    pairs = zip(earlier, calls, strict=True)
+    return [old if is_known(old.values[0]) and not is_known(new.values[0]) else new for old, new in pairs]
+
+
 def _dtype(value: Any) -> torch.dtype:
     default = torch.get_default_dtype()
     return torch.promote_types(value.dtype, default) if isinstance(value, Tensor) else default
 
 
-def _number(name: str, value: Any) -> float | None:
-    """The logged value as a number; ``ABSENT`` if it is on another rank, None if it is no number."""
+def _number(name: str, value: Any) -> float | Tensor | None:
+    """The logged number; ``ABSENT`` if it is on another rank, None if it is none. A tensor is copied, and not read."""
     if isinstance(value, Metric):
         value = getattr(value, "_forward_cache", None)
         if value is None:
@@ -255,5 +277,6 @@ def _number(name: str, value: Any) -> float | None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"self.log({name!r}, ...) needs one number, but the tensor has shape {tuple(value.shape)}")
-        return float(value.detach())
+        can_wait = is_plain(value) and not torch._C._are_functorch_transforms_active()
+        return value.detach().clone() if can_wait else float(value.detach())
     return float(value) if isinstance(value, Real) else None  # Lightning refuses arrays, also of one number

@@ -37,6 +37,7 @@ from lightning_hybrid.batch.split import (
     without_last_sample,
 )
 from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.host_copies import read_numbers
 from lightning_hybrid.pipeline.full_batch import differ
 from lightning_hybrid.pipeline.logs import Entry, LogCapture, keyed
 from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
@@ -46,7 +47,7 @@ from lightning_hybrid.pipeline.undone import undone_runs
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.objects.tensors import as_plain_tensor, storage_id
 from lightning_hybrid.step.replay.stage import ReplayWatch, StageReplay
 from lightning_hybrid.step.tracing.recording import find_loss
 
@@ -259,7 +260,7 @@ class LossMeanWeights:
         finally:
             start.restore()
         flat = [count for counts in counted for count in counts.values()]
-        numbers = iter(torch.stack([_number(count) for count in flat]).tolist() if flat else ())
+        numbers = iter(read_numbers([_unmarked(count) for count in flat]))
         return [{node: next(numbers) for node in counts} for counts in counted]
 
     def _replay(self, variant: TraceVariant) -> DenominatorReplay:
@@ -317,8 +318,8 @@ def _contains_any(batch: Any, numbers: Collection[int]) -> bool:
     return bool(torch.stack(matches).any()) if matches else False
 
 
-def _number(count: Tensor | float) -> Tensor:
-    return torch.as_tensor(count).detach().double().cpu().reshape(())
+def _unmarked(count: Tensor | float) -> Tensor | float:
+    return as_plain_tensor(count).detach() if isinstance(count, Tensor) else float(count)
 
 
 def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[int]:

@@ -20,6 +20,8 @@ from lightning_hybrid.batch.merge import RETURNED, Microbatches, join, with_numb
 from lightning_hybrid.batch.metrics import FullBatchMetrics, MetricCalls, joined_calls
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, sizes_of, split
 from lightning_hybrid.collectives.agreement import batches_differ, digest
+from lightning_hybrid.collectives.objects import gather_on_all
+from lightning_hybrid.host_copies import is_plain
 from lightning_hybrid.pipeline.exchange import detached
 from lightning_hybrid.pipeline.kept import AppendedEntries, Rows, merged
 from lightning_hybrid.pipeline.logs import Entry, LogCapture, NumberKey, keyed, keys_of, size_of
@@ -100,18 +102,15 @@ class BatchSharing:
 
     def max_over_ranks(self, number: int) -> int:
         """The largest number of all ranks of all replicas; collective over them."""
-        rows: list[Any] = [None] * self.everyone.size()
-        dist.all_gather_object(rows, number, group=self.everyone)
-        return max(rows)
+        return max(gather_on_all(number, self.everyone))
 
     def gather(self, local: MicrobatchResults) -> MicrobatchResults:
         """All-gather the results of a step that each rank has run on a share; collective."""
-        rows: list[Any] = [None] * self.size
         entries: Any = [_picklable(entry) for entry in local.entries]
         outputs, appended = map_leaves(on_host, local.outputs), map_leaves(on_host, local.appended)
         calls = map_leaves(on_host, local.metric_calls)
         sent = replace(local, entries=entries, outputs=outputs, appended=appended, metric_calls=calls)
-        dist.all_gather_object(rows, sent, group=self._group)
+        rows = gather_on_all(sent, self._group)
         rows[self.rank] = local
         if len({row.checksum for row in rows}) > 1:
             raise batches_differ([row.checksum for row in rows])
@@ -338,11 +337,17 @@ class MicrobatchLoop:
         self, weights: list[float], loss_weights: list[float], by_samples: frozenset[NumberKey]
     ) -> MicrobatchResults:
         """The results of this rank; arguments as the attributes of ``MicrobatchResults``."""
-        losses = [None if loss is None else float(loss) for loss in self.losses] or [None] * len(weights)
-        sizes = sizes_of(self._share.microbatches)
-        found = MicrobatchResults(weights, loss_weights, by_samples, self.logs.entries(), losses, sizes, self.outputs)
+        waiting = [self.logs.reads.add(loss) if is_plain(loss) else loss for loss in self.losses]
+        entries, sizes = self.logs.entries(), sizes_of(self._share.microbatches)
+        losses = [self._loss(loss) for loss in waiting] or [None] * len(weights)
+        found = MicrobatchResults(weights, loss_weights, by_samples, entries, losses, sizes, self.outputs)
         found.appended = {} if self._appended is None else self._appended.rows
         return found
+
+    def _loss(self, waiting: int | Tensor | None) -> float | None:
+        if waiting is None:
+            return None
+        return float(self.logs.reads.take(waiting) if isinstance(waiting, int) else waiting)
 
 
 def _stance(is_eager: bool) -> AbstractContextManager[object]:

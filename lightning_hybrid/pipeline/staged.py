@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_hybrid.batch.merge import Argument
 from lightning_hybrid.batch.split import copied_batch, split
@@ -59,7 +60,8 @@ class StepRunner(MicrobatchRunner):
         self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._trials = EvaluationTrials(self._metrics.metrics, self._trial, self.plan.group)
         self._next: Microbatches | None = None  # of the training batch that comes next
-        self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
+        # A step that diverges ends the run if None.
+        self._agree_on_broken_step: Callable[[Tensor], Tensor] | None = None
         self._news = ""  # where the last step that broke has stored something, and its trial has not
         self.has_weighted_means, self.recorded_means = False, frozenset[int]()
         self.weighting, self._uses_recorded_means = LossWeighting(), True
@@ -69,8 +71,8 @@ class StepRunner(MicrobatchRunner):
         super().connect(active)
         self._executor.connect(active)
 
-    def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
-        """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""
+    def roll_back_broken_steps(self, agree: Callable[[Tensor], Tensor]) -> None:
+        """Roll a training step back if it diverges from its recording on any replica; ``agree`` sums over them."""
         self._agree_on_broken_step = agree
 
     def adopt_weighting(self, weighting: LossWeighting, *, has_recorded_means: bool) -> None:
@@ -299,13 +301,9 @@ class StepRunner(MicrobatchRunner):
         variants: Sequence[TraceVariant],
     ) -> None:
         """Wait for the numbers of the other ranks; if the step broke on one, roll it back on all."""
-        is_broken = is_broken_here = outcome.broken is not None
-        try:
-            exchange.wait()
-        except StepBroken:
-            is_broken = is_broken_here = True
-        if call.trains and self._agree_on_broken_step is not None:  # replicas evaluate by themselves
-            is_broken = self._agree_on_broken_step(is_broken)
+        # Replicas evaluate by themselves.
+        agree = self._agree_on_broken_step if call.trains and self._agree_on_broken_step is not None else torch.clone
+        is_broken_here, is_broken = exchange.wait(agree, outcome.broken is not None)
         if snapshot is None or not is_broken:
             return
         self._news = exchange.news

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.host_copies import read_all
+
 if TYPE_CHECKING:
     from lightning_hybrid.slow_links.average import CompressedAverage, PendingAverage
 
@@ -50,6 +52,7 @@ class GradientBucket:
             offset += parameter.numel()
         self.flags = self.flat[offset:].real
         self.num_missing = 0
+        self._num_ranks = 1  # which average the message
         self._is_complete = False  # this rank had a dense gradient for every parameter
         self.work: dist.Work | PendingAverage | None = None
         self._received: tuple[bool, dict[int, Tensor]] | None = None
@@ -81,28 +84,37 @@ class GradientBucket:
         They are all-reduced unless there is another ``average``. ``has_unbucketed`` says whether this rank has a
         gradient that is in no bucket.
         """
-        self._fill(group.size(), has_unbucketed)
+        self._num_ranks = group.size()
+        self._fill(self._num_ranks, has_unbucketed)
         if average is None:
             self.work = dist.all_reduce(self.flat, group=group, async_op=True)
         else:
             self.work = average.launch(names, self.views, self.flags)
 
-    def receive(self, size: int) -> list[nn.Parameter]:
-        """Waits for the message of ``size`` ranks; returns the parameters whose `grad` is their average now."""
+    def wait(self) -> None:
+        """Waits for the message; `take` must follow."""
         assert self.work is not None
         self.work.wait()
         self.work = None
+
+    def take(self, sums: Sequence[float]) -> None:
+        """Sets the averages as `grad`, by the sums of the flags."""
+        *flags, has_unbucketed = sums
         sparse = {}
-        *flags, has_unbucketed = self.flags.tolist()
-        if self.is_cast or not self._is_complete or max(flags, default=0) > size:
+        if self.is_cast or not self._is_complete or max(flags, default=0) > self._num_ranks:
             members = zip(self.indices, self.parameters, self.views, flags, strict=True)
             for index, parameter, view, flag in members:
-                if flag > 1.5 * size:
+                if flag > 1.5 * self._num_ranks:
                     sparse[index] = view
                 elif flag > 0:
                     self._set_average(parameter, view)
         self._received = has_unbucketed > 0, sparse
-        return [p for index, p in zip(self.indices, self.parameters, strict=True) if index not in sparse]
+
+    @property
+    def averaged(self) -> list[nn.Parameter]:
+        """The parameters whose `grad` is their average, once the message has arrived."""
+        assert self._received is not None
+        return [p for index, p in zip(self.indices, self.parameters, strict=True) if index not in self._received[1]]
 
     def taken(self) -> tuple[bool, dict[int, Tensor]] | None:
         """Returns what has arrived, once: None if nothing has.
@@ -167,3 +179,12 @@ class GradientBucket:
             self.flags[-1] = float(has_unbucketed)
         else:
             self.flags.copy_(torch.tensor([*flags, float(has_unbucketed)]))
+
+
+def receive(buckets: Sequence[GradientBucket]) -> None:
+    """Waits for messages that are on the way, and sets the averages as `grad`; the host reads all flags at once."""
+    waiting = [bucket for bucket in buckets if bucket.work is not None]
+    for bucket in waiting:
+        bucket.wait()
+    for bucket, sums in zip(waiting, read_all([bucket.flags for bucket in waiting]), strict=True):
+        bucket.take(sums.tolist())

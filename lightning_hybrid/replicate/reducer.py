@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.replicate.bucket import GradientBucket
+from lightning_hybrid.replicate.bucket import GradientBucket, receive
 from lightning_hybrid.step.objects.tensors import GradientHook, GradientObserver
 
 if TYPE_CHECKING:
@@ -158,6 +158,27 @@ class GradientReducer:
         self._armed = True
 
     @torch.no_grad()
+    def launch(self) -> list[GradientBucket]:
+        """Launches the remaining all-reduces; `finish` must follow.
+
+        Returns:
+            The buckets that `receive` may receive before, with those of other reducers.
+        """
+        while self._next < len(self._buckets):
+            self._launch_next()
+        return [] if self.steps_early else self._buckets
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether `finish` must follow."""
+        return self._armed
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether averages are stepped, and freed, as soon as they have arrived."""
+        return self._on_averages is not None
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Launches the remaining all-reduces, waits for all, and leaves the averages in `grad`; collective.
 
@@ -174,15 +195,13 @@ class GradientReducer:
             raise RuntimeError("GradientReducer.finish() was called without arm(); call arm() before the last backward")
         self._armed = False
         self.unaveraged.clear()
-        while self._next < len(self._buckets):
-            self._launch_next()
+        self.launch()
         any_unbucketed, sparse = self._wait_for(self._buckets)
         if any_unbucketed:
             # A parameter was unfrozen since the ranks agreed; [Note: flags].
             self._add_buckets(self._agree_on_trained())
             added = self._buckets[self._next :]
-            while self._next < len(self._buckets):
-                self._launch_next()
+            self.launch()
             sparse |= self._wait_for(added)[1]
         self._average_sparse(sparse)
         for bucket in self._buckets:
@@ -248,11 +267,11 @@ class GradientReducer:
         if self._on_averages is not None and self.average is None:
             for earlier in self._buckets[: self._next - 1]:  # what has arrived; waiting for more could wait for ever
                 if isinstance(earlier.work, dist.Work) and earlier.work.is_completed():
-                    self._receive(earlier)
+                    self._receive([earlier])
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
-    def _wait_for(self, buckets: Iterable[GradientBucket]) -> tuple[bool, dict[int, Tensor]]:
+    def _wait_for(self, buckets: Sequence[GradientBucket]) -> tuple[bool, dict[int, Tensor]]:
         """Waits for buckets and sets their averages as `grad`.
 
         Returns:
@@ -261,19 +280,22 @@ class GradientReducer:
         """
         any_unbucketed = False
         sparse: dict[int, Tensor] = {}
+        self._receive(buckets)
         for bucket in buckets:
-            while (received := bucket.taken()) is None:
-                self._receive(bucket)
+            received = bucket.taken()
+            assert received is not None
             any_unbucketed |= received[0]
             sparse |= received[1]
         return any_unbucketed, sparse
 
     @torch.no_grad()
-    def _receive(self, bucket: GradientBucket) -> None:
-        """Waits for one bucket and sets its averages as `grad`."""
-        averaged = bucket.receive(self._size)
-        if self._on_averages is not None:
-            self._on_averages(averaged)
+    def _receive(self, buckets: Sequence[GradientBucket]) -> None:
+        """Waits for buckets and sets their averages as `grad`."""
+        if self._on_averages is None:
+            return receive(buckets)
+        for bucket in [each for each in buckets if each.work is not None]:  # one by one, as each may be freed
+            receive([bucket])
+            self._on_averages(averaged := bucket.averaged)
             if len(averaged) == len(bucket.parameters) and all(p.grad is None for p in averaged):
                 bucket.free()
 

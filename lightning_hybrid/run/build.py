@@ -157,7 +157,7 @@ def _build_techniques(run: Run, owner: RunOwner) -> Run:
     # A parameter that was stepped in the backward has no old value.
     is_final = setting.options.verify_first_step or setting.options.optimizer_in_backward
     if (staged := run.staged_runner) is not None and setting.is_fitting and active.can_roll_back and not is_final:
-        staged.roll_back_broken_steps(setting.world.any_replica)
+        staged.roll_back_broken_steps(partial(run.mesh.all_reduce, axis="data"))
     return run
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.runtime.gradients import TiedParameters
+from lightning_hybrid.replicate.bucket import receive
 from lightning_hybrid.replicate.reducer import GradientReducer
 
 if TYPE_CHECKING:
@@ -29,10 +30,25 @@ class Reducers(dict[int | None, list[GradientReducer]]):
         for reducer in self.get(stage, ()):
             reducer.arm()
 
-    def finish(self, stage: int | None) -> None:
-        """Wait until the averages of a stage are in `grad`."""
+    def launch(self, stage: int) -> None:
+        """Send the gradients of a stage; the schedule goes on, unless averages are to be stepped at once."""
         for reducer in self.get(stage, ()):
+            if reducer.steps_early:
+                reducer.finish()
+            elif reducer.is_armed:
+                reducer.launch()
+
+    def finish(self) -> None:
+        """Wait until the averages of all stages are in `grad`; the host reads once which parameters have one."""
+        armed = [reducer for reducer in self.every if reducer.is_armed]
+        receive([bucket for reducer in armed for bucket in reducer.launch()])
+        for reducer in dict.fromkeys((*armed, *self.get(None, ()))):
             reducer.finish()
+
+    def abandon(self) -> None:
+        """End a backward of a step that is undone on all ranks."""
+        for reducer in self.every:
+            reducer.abandon()
 
 
 def stage_of_gradient(plan: StagePlan, name: str) -> int | None:

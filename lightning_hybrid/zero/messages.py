@@ -45,6 +45,7 @@ class GradientMessages:
         by_rows = {name: placements[name] for name in sparse if name in placements and placements[name].dim == 0}
         self._row_placements: dict[str, Shard | None] = {name: by_rows.get(name) for name in sparse if name in shapes}
         self._names: list[str] = []
+        self._written: set[str] = set()
         self._offsets: dict[str, int] = {}
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
@@ -64,7 +65,7 @@ class GradientMessages:
 
     def begin(self, names: Sequence[str], empty: Tensor) -> None:
         """Begin a message of the gradients of these parameters, of the dtype and device of a tensor of shape (0,)."""
-        self._names = list(names)
+        self._names, self._written = list(names), set()
         rows = {}  # in the order of the names, which all ranks share
         for name in names:
             if name in self._row_placements:
@@ -79,6 +80,7 @@ class GradientMessages:
         """Write a gradient of the full shape, dense or sparse, into the message."""
         message, offsets = self._message, self._offsets
         assert message is not None
+        self._written.add(name)
         message[:, self._names.index(name) - len(self._names)] = 1.0
         if name in self._row_placements:
             has_row = message.new_ones(gradient.shape[0])
@@ -152,8 +154,14 @@ class GradientMessages:
         total, self._total, self.is_launched = self._total, None, False
         assert total is not None
         total = self._sum_over_ranks(total)
-        for name, has_gradient in zip(self._names, total[-len(self._names) :].tolist(), strict=True):
+        for name, has_gradient in zip(self._names, self._present(total), strict=True):
             yield name, self._read(name, total) if has_gradient else None
+
+    def _present(self, total: Tensor) -> list[bool]:
+        """Whether some rank has a gradient, by name: the host need not ask where this rank has all of them."""
+        if self._written == set(self._names):
+            return [True] * len(self._names)
+        return [flag > 0 for flag in total[-len(self._names) :].tolist()]
 
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
         """Sum this rank's row of the message over the ranks that hold copies of the shard."""

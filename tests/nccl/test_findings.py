@@ -164,9 +164,9 @@ def test_gradients_of_layers_are_received_in_the_backward(worlds):
 
 
 SYNCS = [
-    pytest.param({"dp": 2, "strategy": BY_LAYER}, "zero", marks=finding(5, "flags of each layer and microbatch")),
-    pytest.param({"pp": 2}, "pipeline", marks=finding(6, "each logged number and loss of a microbatch")),
-    pytest.param({"dp": 2}, "batch", marks=finding(6, "the weight of each microbatch")),
+    pytest.param({"dp": 2, "strategy": BY_LAYER}, "zero"),
+    pytest.param({"pp": 2}, "pipeline"),
+    pytest.param({"dp": 2}, "batch"),
     pytest.param({"case": Mixtral, "dp": 2, "ep": 2}, "experts", marks=finding(13, "counts of each microbatch")),
     pytest.param({"tp": 2}, "tensor"),
     pytest.param({"cp": 2}, "sequence"),

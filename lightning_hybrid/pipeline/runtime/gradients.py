@@ -323,24 +323,30 @@ class TiedParameters:
         A gradient that is None on all owners stays None.
         """
         for ranks, members in self._sets:
-            local = _flatten(members, self._group)
-            others = [rank for rank in ranks if rank != self._rank]
-            received = {rank: torch.empty_like(local) for rank in others}
-            works = []
-            # NCCL runs the transfers of two ranks one after the other, and a send waits for its receive: the lower
-            # rank sends first, and all ranks process the pairs in one order.
-            for rank in others:
-                to = partial(dist.isend, local, group=self._group, group_dst=rank)
-                back = partial(dist.irecv, received[rank], group=self._group, group_src=rank)
-                works += [to(), back()] if self._rank < rank else [back(), to()]
-            for work in works:
-                assert work is not None
-                work.wait()
-            received[self._rank] = local
-            total = received[ranks[0]].clone()
-            for rank in ranks[1:]:
-                total += received[rank]
-            _unflatten(total, members)
+            is_complete = all(parameter.grad is not None for parameter in members)
+            total = self._total(ranks, _flatten(members, self._group))
+            present = [1.0] * len(members) if is_complete else total[-len(members) :].tolist()
+            _unflatten(total, present, members)
+
+    def _total(self, ranks: Sequence[int], local: Tensor) -> Tensor:
+        """The sum of the vectors of some ranks, this one among them."""
+        others = [rank for rank in ranks if rank != self._rank]
+        received = {rank: torch.empty_like(local) for rank in others}
+        works = []
+        # NCCL runs the transfers of two ranks one after the other, and a send waits for its receive: the lower
+        # rank sends first, and all ranks process the pairs in one order.
+        for rank in others:
+            to = partial(dist.isend, local, group=self._group, group_dst=rank)
+            back = partial(dist.irecv, received[rank], group=self._group, group_src=rank)
+            works += [to(), back()] if self._rank < rank else [back(), to()]
+        for work in works:
+            assert work is not None
+            work.wait()
+        received[self._rank] = local
+        total = received[ranks[0]].clone()
+        for rank in ranks[1:]:
+            total += received[rank]
+        return total
 
 
 def _flatten(members: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
@@ -351,8 +357,7 @@ def _flatten(members: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tenso
     return torch.cat([gradient.to(sent[0].device) for gradient in sent])
 
 
-def _unflatten(total: Tensor, members: Sequence[nn.Parameter]) -> None:
-    present = total[-len(members) :].tolist()
+def _unflatten(total: Tensor, present: Sequence[float], members: Sequence[nn.Parameter]) -> None:
     start = 0
     for parameter, has in zip(members, present, strict=True):
         gradient = total[start : start + parameter.numel()]

@@ -162,9 +162,9 @@ class TrainingBackwards(Backwards):
         self._execution.run.active.after_backward(stage, is_last)
 
     def reduce(self, stage: int) -> None:
-        """Wait for the averages of the gradients of a stage."""
+        """Start to average the gradients of a stage."""
         if self._execution.is_syncing:
-            self._execution.optimization.reducers.finish(stage)
+            self._execution.optimization.reducers.launch(stage)
 
 
 class StepExecution(OwnedByRun):
@@ -225,6 +225,7 @@ class StepExecution(OwnedByRun):
                 failure: Exception = error.of(args)
             except (RankOutOfMemory, StepUndone) as error:
                 failure = error
+            self.optimization.reducers.abandon()
             attempt.undo()
             if isinstance(failure, RankOutOfMemory):
                 self.abandon()
@@ -280,7 +281,7 @@ class StepExecution(OwnedByRun):
             start = self.recorder.mark()
             if optimization.in_backward is None or run.plain_runner is None:
                 optimization.reducers.arm(None)
-            optimization.reducers.finish(None)
+            optimization.reducers.finish()
             if run.plain_runner is not None and run.mesh.size("data") > 1:  # schedules have their own reductions
                 self.recorder.add(Action(Kind.REDUCE, 0), start)
         run.active.complete_gradients()
@@ -380,7 +381,7 @@ class StepExecution(OwnedByRun):
         if skipped and self.is_syncing and setting.trainer.accumulate_grad_batches > 1:
             # Gradients of earlier batches, which no backward averages now.
             self.optimization.reducers.arm(None)
-            self.optimization.reducers.finish(None)
+            self.optimization.reducers.finish()
         return output
 
     # -- the backward that Lightning calls ----------------------------------------------------------------------------
@@ -432,8 +433,7 @@ class StepExecution(OwnedByRun):
         run = self.run
         self._are_averages = self.is_syncing
         if run.runs_user_step and self.is_syncing:
-            for reducer in self.optimization.reducers.every:
-                reducer.finish()
+            self.optimization.reducers.finish()
             if run.mesh.size("data") > 1:
                 self.recorder.add_since_last(Action(Kind.REDUCE, 0))
             run.active.complete_gradients()
@@ -455,8 +455,6 @@ class StepExecution(OwnedByRun):
         self._until_backward.close()
         self._finish_logs = None
         drop_calls(self.setting.module)
-        for reducer in self.optimization.reducers.every:
-            reducer.abandon()
 
     def explain(self, error: BaseException) -> None:
         """Add to an error that ends the fit why no step has run again."""

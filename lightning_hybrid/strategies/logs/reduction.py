@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.batch.merge import REDUCTIONS
 from lightning_hybrid.batch.split import batch_size_of
+from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.errors import BackwardStepError, RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import ignore_warnings, keep_clean, replace, replaced
@@ -108,7 +109,7 @@ def _start_key_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> 
 
     def wait() -> None:
         for axis, rows in gathered.items():
-            if any(other.item() != digest for other in rows()):
+            if any(other != digest for other in torch.cat(rows()).tolist()):
                 raise RanksDisagree(
                     f"the {mesh.size(axis)} {_NAMES[axis]} ranks of one replica log different keys; this one logs"
                     f" {[entry.name for entry, _ in logged]}. They compute the same numbers: log the same keys on every"
@@ -248,8 +249,7 @@ def _reduce_differing_keys(module: pl.LightningModule, local: dict[Key, _Logged]
     """Reduce each value over the replicas that logged it; collective, and slower than if all log the same."""
     fqns = {id(metric): fqn for fqn, metric in module.named_modules()}
     sent = {key: _sent(logged, fqns) for key, logged in local.items()}
-    all_replicas: list[Any] = [None] * mesh.size("data")
-    dist.all_gather_object(all_replicas, sent, group=mesh.group("data"))
+    all_replicas = gather_on_all(sent, mesh.group("data"))
     reduced = {}
     for key in sorted({key for each in all_replicas for key in each}):
         logs = [each[key] for each in all_replicas if key in each]

@@ -114,9 +114,19 @@ def host_syncs(traces: Sequence[Trace]) -> dict[str, int]:
     """
     found: Counter[str] = Counter()
     for trace in traces:
-        own = Counter(_function(event) for event in (trace.steps[-1] if trace.steps else []) if isinstance(event, Sync))
-        found |= own
-    return {line: n for line, n in sorted(found.items()) if line != "user" and not line.startswith("verify/")}
+        found |= _syncs_of(trace)
+    return dict(sorted(found.items()))
+
+
+def most_syncs(traces: Sequence[Trace]) -> int:
+    """Host synchronisations of the last step on the rank that has most, without Lightning's, which any Trainer has."""
+    own = (_syncs_of(trace) for trace in traces)
+    return max(sum(n for line, n in found.items() if not line.startswith("lightning/")) for found in own)
+
+
+def _syncs_of(trace: Trace) -> Counter[str]:
+    found = (_function(event) for event in (trace.steps[-1] if trace.steps else []) if isinstance(event, Sync))
+    return Counter(line for line in found if line != "user" and not line.startswith("verify/"))
 
 
 def _function(event: Event) -> str:

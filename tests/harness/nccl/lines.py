@@ -13,12 +13,15 @@ import lightning
 import torch
 
 import lightning_hybrid
+from lightning_hybrid import host_copies
 
 _PACKAGE = str(Path(lightning_hybrid.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_OPTIMIZERS = str(Path(torch.__file__).parent / "optim" / "optimizer.py")
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 _LIGHTNING = str(Path(lightning.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_READER = str(Path(host_copies.__file__))  # reads for others, which are named
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _STANDARD = str(Path(ast.__file__).parent)
 
@@ -31,26 +34,30 @@ class Place(NamedTuple):
         line: Such as ``zero/rounds.py:104 _run_round``.
         statement: Its text, of the package only.
         in_distributed: Whether torch.distributed itself did it for that line.
+        in_optimizer: Whether an optimizer of torch did, which reads counts of steps: those are on the host.
     """
 
     owner: str
     line: str
     statement: str
-    in_distributed: bool
+    in_distributed: bool = False
+    in_optimizer: bool = False
 
 
 def place() -> Place:
     """The innermost frame that belongs neither to torch nor to the recorder."""
     frame: FrameType | None = sys._getframe(1)
-    in_distributed = False
+    in_distributed = in_optimizer = False
     while frame is not None:
         path = frame.f_code.co_filename
         # A mode only passes on what was called.
-        if not path.startswith((_HERE, "<")) and frame.f_code.co_name not in _MODES:
+        if not path.startswith((_HERE, _READER, "<")) and frame.f_code.co_name not in _MODES:
             owner = _owner(path)
             if owner not in ("torch", "standard"):
-                return _at(path, frame.f_lineno, frame.f_code.co_name, owner, in_distributed)
+                found = _at(path, frame.f_lineno, frame.f_code.co_name, owner)
+                return found._replace(in_distributed=in_distributed, in_optimizer=in_optimizer)
             in_distributed |= path.startswith(_DISTRIBUTED)
+            in_optimizer |= path == _OPTIMIZERS and frame.f_code.co_name == "_get_value"
         frame = frame.f_back
     return Place("torch", "torch", "", in_distributed)
 
@@ -64,12 +71,12 @@ def _owner(path: str) -> str:
 
 
 @cache
-def _at(path: str, number: int, function: str, owner: str, in_distributed: bool) -> Place:
+def _at(path: str, number: int, function: str, owner: str) -> Place:
     if owner == "user":
-        return Place(owner, "user", "", in_distributed)
+        return Place(owner, "user", "")
     root = _PACKAGE if owner == "package" else str(Path(_LIGHTNING).parent)
     line = f"{Path(path).relative_to(root).as_posix()}:{number} {function}"
-    return Place(owner, line, _statements(path).get(number, "") if owner == "package" else "", in_distributed)
+    return Place(owner, line, _statements(path).get(number, "") if owner == "package" else "")
 
 
 @cache

@@ -93,7 +93,7 @@ class Marks(TorchDispatchMode):
     def read(self, what: str) -> None:
         """The host reads a value of the device."""
         at = place()
-        if not (at.in_distributed and self._exchanges_on_host):
+        if not (at.in_optimizer or (at.in_distributed and self._exchanges_on_host)):
             self._recorder.add(Sync(what, at.line, self._recorder.thread))
 
     @property

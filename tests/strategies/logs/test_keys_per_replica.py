@@ -165,9 +165,9 @@ def count_messages(keys):
 
         return mock.patch.object(dist, name, call)
 
-    with counted("all_gather_object"), counted("all_reduce"):
+    with counted("all_gather"), counted("all_reduce"):
         run(2, 1, keys)
-    return calls.count("all_gather_object"), calls.count("all_reduce")
+    return calls.count("all_gather"), calls.count("all_reduce")
 
 
 def no_keys(rank, batch_idx):
