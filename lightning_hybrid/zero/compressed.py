@@ -118,7 +118,8 @@ class CompressedGradientMessages(GradientMessages):
             return self._average_over_copies(total)
         if self._sum is None:
             return super()._sum_over_ranks(total)
-        self._sum.finish(self._present(total)[: len(self._compressed)])
+        flags = [1.0] * len(self._names) if self._has_all else total[-len(self._names) :].tolist()
+        self._sum.finish([flag > 0 for flag in flags[: len(self._compressed)]])
         assert self._values is not None
         total = torch.cat([self._values[self._ranks.shard.rank()], total])
         self._values = self._sum = None

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import aligned_numel
+from lightning_hybrid.host_copies import HostReads
 from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.params import store
 from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, guard, unguard
@@ -401,6 +402,13 @@ class ParameterGroup:
         self.messages.receive()
         if self.messages.can_finish_early:
             self._add_averages()
+
+    @torch.no_grad()
+    @below_read_guards
+    def complete_reduce(self, reads: HostReads) -> None:
+        """Wait for the message of `launch_reduce`, and let ``reads`` read its flags with those of other groups."""
+        if self.messages.is_launched:
+            self.messages.complete(reads)
 
     @torch.no_grad()
     @below_read_guards

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.collectives.tensors import aligned_numel
+from lightning_hybrid.host_copies import HostReads
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
 
@@ -51,7 +52,8 @@ class GradientMessages:
         self._work: dist.Work | None = None
         self._total: Tensor | None = None  # this rank's row, summed over the shard's ranks
         self._device_type, self._dtype = "", torch.float32
-        self.is_launched = self.is_local = False
+        self.is_launched = self.is_local = self._is_complete = False
+        self._reads, self._flags = HostReads(), 0  # what reads the flags of a complete message, and their number there
         self.average: Any = None
 
     @property
@@ -140,7 +142,7 @@ class GradientMessages:
         if self._work is not None:
             self._work.wait()
         self._message = self._work = self._total = None
-        self.is_launched = False
+        self.is_launched = self._is_complete = False
 
     def finish(self) -> Iterator[tuple[str, Tensor | None]]:
         """Wait for the message, if one was sent, and for the ranks that hold copies of the shard.
@@ -150,18 +152,27 @@ class GradientMessages:
         """
         if not self.is_launched:
             return
-        self.receive()
-        total, self._total, self.is_launched = self._total, None, False
+        if not self._is_complete:
+            self.complete(HostReads())
+        total, self._total, self.is_launched, self._is_complete = self._total, None, False, False
         assert total is not None
-        total = self._sum_over_ranks(total)
-        for name, has_gradient in zip(self._names, self._present(total), strict=True):
+        flags = [1.0] * len(self._names) if self._has_all else self._reads.take(self._flags).tolist()
+        for name, has_gradient in zip(self._names, flags, strict=True):
             yield name, self._read(name, total) if has_gradient else None
 
-    def _present(self, total: Tensor) -> list[bool]:
-        """Whether some rank has a gradient, by name: the host need not ask where this rank has all of them."""
-        if self._written == set(self._names):
-            return [True] * len(self._names)
-        return [flag > 0 for flag in total[-len(self._names) :].tolist()]
+    def complete(self, reads: HostReads) -> None:
+        """Wait for the message, and for the ranks that hold copies of the shard; `finish` reads flags by ``reads``."""
+        self.receive()
+        assert self._total is not None
+        self._total = self._sum_over_ranks(self._total)
+        self._is_complete, self._reads = True, reads
+        if not self._has_all:
+            self._flags = reads.add(self._total[-len(self._names) :])
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether this rank has all gradients, so that the host need not read whether some rank has them."""
+        return self._written == set(self._names)
 
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
         """Sum this rank's row of the message over the ranks that hold copies of the shard."""

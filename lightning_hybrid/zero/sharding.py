@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.host_copies import HostReads
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.params.guards import GatherCallbacks, ReadGuards
@@ -288,8 +289,7 @@ class ZeroSharding(Active):
             return
         self.settle()
         self._reductions.launch_rest()
-        for group in reversed(self._groups.get(stage, [])):
-            group.finish_reduce()
+        _finish_reductions(self._groups.get(stage, []))
         if self._by_layer:
             self._in_backward.clear()
             for group in itertools.chain(*self._layers.values()):
@@ -300,8 +300,7 @@ class ZeroSharding(Active):
         late = self._groups.get(None, [])
         for group in reversed(late):
             group.launch_reduce()
-        for group in reversed(late):
-            group.finish_reduce()
+        _finish_reductions(late)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -474,6 +473,15 @@ class ZeroSharding(Active):
         self._hooks = {}
         for group in self._all:
             group.invalidate_lost()
+
+
+def _finish_reductions(groups: Sequence[ParameterGroup]) -> None:
+    """Wait for the averages of groups; the host reads once which parameters have one."""
+    reads = HostReads()
+    for group in reversed(groups):
+        group.complete_reduce(reads)
+    for group in reversed(groups):
+        group.finish_reduce()
 
 
 def _has_hooks_after(parameter: Tensor) -> bool:
