@@ -225,7 +225,7 @@ class StepExecution(OwnedByRun):
                 failure: Exception = error.of(args)
             except (RankOutOfMemory, StepUndone) as error:
                 failure = error
-            self.optimization.reducers.abandon()
+            self.optimization.reducers.abandon()  # what is on the way would arrive in restored gradients
             attempt.undo()
             if isinstance(failure, RankOutOfMemory):
                 self.abandon()
@@ -455,6 +455,7 @@ class StepExecution(OwnedByRun):
         self._until_backward.close()
         self._finish_logs = None
         drop_calls(self.setting.module)
+        self.optimization.reducers.abandon()
 
     def explain(self, error: BaseException) -> None:
         """Add to an error that ends the fit why no step has run again."""
