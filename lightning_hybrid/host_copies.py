@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor of no subclass, whose memory is its own."""
+    """Whether a value is a tensor, of any shape and no subclass, whose memory is its own."""
     return type(value) in (Tensor, nn.Parameter)
 
 
@@ -34,7 +34,7 @@ def read_all(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_numbers(values: Sequence[float | Tensor]) -> list[float]:
-    """Numbers, some of which are tensors of one element, as numbers; plain tensors are read together."""
+    """Read numbers and tensors of one element, of any shape, as numbers; plain tensors are read together."""
     plain: list[Tensor] = [value for value in values if is_plain(value)]
     read = iter(read_all(plain))
     return [float(next(read) if is_plain(value) else value) for value in values]
@@ -55,7 +55,7 @@ class HostReads:
         return number
 
     def take(self, number: int) -> Tensor:
-        """The tensor of a number, in host memory; once."""
+        """The tensor of a number, of the shape that was added, in host memory; once."""
         if number in self._waiting:
             self._read |= zip(self._waiting, read_all(list(self._waiting.values())), strict=True)
             self._waiting = {}

@@ -51,7 +51,7 @@ class Count(NamedTuple):
         return float(self.total(batch))
 
     def total(self, batch: Any) -> Tensor | float:
-        """The count, which the host has not read yet."""
+        """The count, of shape (), which the host has not read yet."""
         tensors = _tensors(batch)
         if self.position >= len(tensors):
             return 0.0

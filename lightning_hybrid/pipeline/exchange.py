@@ -182,7 +182,7 @@ class StepResultExchange:
     def wait(self, agree: Callable[[Tensor], Tensor], is_broken: bool) -> tuple[bool, bool]:
         """Wait for the numbers of all ranks; returns whether the step broke on one, and on one of any replica.
 
-        ``agree`` sums a tensor over replicas, and ``is_broken`` says whether the step broke on this rank.
+        ``agree`` sums a tensor of shape (1,) over replicas, and ``is_broken`` says whether the step broke on this rank.
         """
         assert self._exchange is not None
         reads, flag = self._logs.reads, self._exchange.arrive(self._logs.reads)

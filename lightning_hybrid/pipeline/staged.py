@@ -72,7 +72,10 @@ class StepRunner(MicrobatchRunner):
         self._executor.connect(active)
 
     def roll_back_broken_steps(self, agree: Callable[[Tensor], Tensor]) -> None:
-        """Roll a training step back if it diverges from its recording on any replica; ``agree`` sums over them."""
+        """Roll a training step back if it diverges from its recording on any replica.
+
+        ``agree`` sums a tensor of shape (1,) over the replicas.
+        """
         self._agree_on_broken_step = agree
 
     def adopt_weighting(self, weighting: LossWeighting, *, has_recorded_means: bool) -> None:

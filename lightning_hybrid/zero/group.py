@@ -406,7 +406,7 @@ class ParameterGroup:
     @torch.no_grad()
     @below_read_guards
     def complete_reduce(self, reads: HostReads) -> None:
-        """Wait for the message of `launch_reduce`, and let ``reads`` read its flags with those of other groups."""
+        """Wait for the message of `launch_reduce`; ``reads`` read its flags with the flags of other groups."""
         if self.messages.is_launched:
             self.messages.complete(reads)
 
