@@ -14,6 +14,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+_HOST = "cpu"  # the type of the device whose memory needs no copy
+
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
     """Whether a value is a tensor, of any shape and no subclass, whose memory is its own."""
@@ -22,11 +24,11 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
 
 @torch.no_grad()
 def read_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory, of equal shapes and dtypes; the host waits once for each device, not for each tensor."""
-    found: dict[int, Tensor] = {}
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
+    """Tensors in host memory, of equal shapes and dtypes; the host waits once for each device, not for each tensor."""
+    found = {index: tensor.detach() for index, tensor in enumerate(tensors) if tensor.device.type == _HOST}
+    for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != _HOST):
         there = {index: tensor for index, tensor in enumerate(tensors) if tensor.device == device}
-        contents = [_bytes_of(tensor) for tensor in there.values()]
+        contents = [bytes_of(tensor) for tensor in there.values()]
         parts = torch.cat(contents).cpu().split([len(each) for each in contents])
         for (index, tensor), part in zip(there.items(), parts, strict=True):
             found[index] = part.clone().view(tensor.dtype).view(tensor.shape)  # the part may begin anywhere
@@ -62,7 +64,8 @@ class HostReads:
         return self._read.pop(number)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The content of a tensor of any shape and strides, as flat bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 

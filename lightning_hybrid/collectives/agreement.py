@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.errors import RanksDisagree, StepError
-from lightning_hybrid.host_copies import HostReads
+from lightning_hybrid.host_copies import HostReads, bytes_of
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import as_plain_tensor
@@ -167,7 +167,7 @@ class Digest:
         found = hashlib.blake2b(digest_size=6)  # exact in float64
         for part in self._parts:
             if isinstance(part, tuple):
-                content = self._reads.take(part[1]).reshape(-1).view(torch.uint8).numpy().tobytes()
+                content = bytes_of(self._reads.take(part[1])).numpy().tobytes()
                 part = part[0], zlib.crc32(content)
             found.update(repr(part).encode())
         return int.from_bytes(found.digest(), "little")

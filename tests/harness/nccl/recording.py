@@ -28,7 +28,7 @@ from harness.nccl.group import RecordedGroup
 from harness.nccl.lines import place
 from harness.nccl.marks import Marks, marked
 from harness.nccl.trace import Create, Event, Mark, Objects, Sync, Trace
-from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid import Hybrid3DStrategy, host_copies
 from lightning_hybrid.collectives.tensors import on_group_device
 
 _DEVICE, _GLOO = "recorded", "recorded_gloo"
@@ -77,6 +77,7 @@ def recorded(*, early: bool = False) -> Iterator[Trace]:
     dist.init_process_group(_DEVICE, rank=rank, world_size=size, store=store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", _new_group(dist.new_group))
+        patch.setattr(host_copies, "_HOST", "")  # the CPU is the device
         for module in [each for name, each in sys.modules.items() if name.startswith("lightning_hybrid.")]:
             if getattr(module, "on_group_device", None) is on_group_device:
                 patch.setattr(module, "on_group_device", _to_group_device)
