@@ -192,12 +192,7 @@ class Comparison:
             for key in hows
             if not hows[key]
         )
-        nearest = [(key, how) for key, *_, how in unexplained] + [
-            (key, how[0]) for key, how in hows.items() if how and not _is_decided(how) and "mean" not in how
-        ]
-        shown = shown._replace(
-            nearest=tuple((key, how) for key, how in nearest if not isinstance(key, Argument | Leaf))
-        )
+        shown = shown._replace(nearest=_nearest(hows, unexplained))
         counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
         lost = self._lost([one.left for one in found], partitions[0], dtype)
         if not counts:
@@ -435,6 +430,15 @@ def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:
     """The number of a batch with its parts' numbers, partition by partition."""
     remaining = iter(numbers[1:])
     return Mean(numbers[0], [[next(remaining) for _ in of] for of in weights])
+
+
+def _nearest(
+    hows: Mapping[NumberKey, Sequence[str]], unexplained: Sequence[tuple[NumberKey, float, float, str]]
+) -> tuple[tuple[Key, str], ...]:
+    """How parts make what they do not give, or what several ways give, and the mean does not; of logged numbers."""
+    undecided = [(key, how[0]) for key, how in hows.items() if how and not _is_decided(how) and "mean" not in how]
+    found = [*((key, how) for key, *_, how in unexplained), *undecided]
+    return tuple((key, how) for key, how in found if not isinstance(key, Argument | Leaf))
 
 
 def _unexplained(key: NumberKey, logged: Mean, weights: list[list[float]]) -> tuple[NumberKey, float, float, str]:
