@@ -20,8 +20,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim" / "optimizer.py")
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 _LIGHTNING = str(Path(lightning.__file__).parent)
-_HERE = str(Path(__file__).parent)
-_READER = str(Path(host_copies.__file__))  # reads for others, which are named
+# Process groups of the harness pass on what was called, and the host reads for others.
+_HERE = str(Path(__file__).parent), str(Path(__file__).parents[1] / "python_group.py"), str(host_copies.__file__)
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _STANDARD = str(Path(ast.__file__).parent)
 
@@ -51,7 +51,7 @@ def place() -> Place:
     while frame is not None:
         path = frame.f_code.co_filename
         # A mode only passes on what was called.
-        if not path.startswith((_HERE, _READER, "<")) and frame.f_code.co_name not in _MODES:
+        if not path.startswith((*_HERE, "<")) and frame.f_code.co_name not in _MODES:
             owner = _owner(path)
             if owner not in ("torch", "standard"):
                 found = _at(path, frame.f_lineno, frame.f_code.co_name, owner)
