@@ -19,6 +19,7 @@ from harness.reducer_steps import (
     small_buckets,
 )
 from lightning_hybrid.replicate.reducer import GradientReducer
+from lightning_hybrid.techniques.reducers import Reducers
 
 two_ranks = pytest.mark.world(2)
 
@@ -188,6 +189,28 @@ def test_dtypes_have_separate_buckets():
     reducer.reduce()
     assert_mean(parameters, local)
     assert len(reducer._buckets) == 5
+
+
+@two_ranks
+def test_averages_of_stages_are_read_at_the_end_of_a_step_or_dropped():
+    model = Layers(4)
+    names = dict(model.named_parameters())
+    stages = [[(name, p) for name, p in names.items() if name.startswith(f"layers.{i}.")] for i in range(4)]
+    reducers = Reducers({i: [GradientReducer(members, group())] for i, members in enumerate(stages)})
+    for is_dropped in (True, False):
+        local = copy.deepcopy(model)
+        order = [0, 1, 2 + dist.get_rank()]  # each of the last layers is used by one rank
+        backward(local, order)
+        backward(model, order)
+        for stage in reversed(reducers):
+            reducers.arm(stage)
+            reducers.launch(stage)
+        if is_dropped:
+            reducers.abandon()
+            model.zero_grad(set_to_none=True)
+        else:
+            reducers.finish()
+    assert_mean(list(names.items()), local_gradients(local.named_parameters()))
 
 
 class Embeddings(nn.Module):
