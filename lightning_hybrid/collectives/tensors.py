@@ -41,6 +41,11 @@ def aligned_numel(numel: int, dtype: torch.dtype) -> int:
     return -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
 
 
+# Names of torch 2.13 and of those before.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor that arrives."""
 

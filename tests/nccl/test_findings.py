@@ -14,11 +14,12 @@ from harness.fits import Run, fit
 from harness.nccl import judges
 from harness.nccl.recording import RecordedWorlds
 from harness.nccl.timeouts import other_timeouts
-from harness.nccl.trace import Launch
+from harness.nccl.trace import Launch, Ops, Wait
 from lightning_hybrid.checkpoint import local
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params import owners
 from models.mixtures import Mixtral
+from models.wide import GPT2OneHead, GPT2Wide
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 LIMIT = datetime.timedelta(seconds=123)
@@ -158,6 +159,39 @@ def test_gradients_of_layers_with_experts_are_received_in_the_backward(worlds, e
 def test_gradients_of_layers_are_received_in_the_backward(worlds):
     few, many = (traces_of(worlds, Run("GPT2", dp=2, num_batches=3, microbatches=m, strategy=BY_LAYER)) for m in (1, 4))
     assert not judges.growth(few, many)
+
+
+# -- finding 7, repaired: tensor and context ranks copied twice, and waited before they computed -----------------------
+
+
+def launches_of(traces, start):
+    return [launch for trace in traces for launch in trace.of(Launch) if launch.line.startswith(start)]
+
+
+def test_sums_of_positions_are_one_reduce_scatter(worlds):
+    traces = traces_of(worlds, Run(GPT2Wide, tp=2, sequence=True))
+    kinds = {launch.kind for launch in launches_of(traces, "tensor/collectives.py")}
+    assert kinds == {"allreduce", "allgather", "reduce_scatter"}
+
+
+def under_computes(trace, function):
+    """Of each launch of a function, whether operations come before the wait for it."""
+    launched, found = {}, []
+    for event in trace.events:
+        if isinstance(event, Launch) and event.line.endswith(f" {function}"):
+            launched[event.number] = 0
+        elif isinstance(event, Ops):
+            launched = {number: count + event.count for number, count in launched.items()}
+        elif isinstance(event, Wait) and event.number in launched:
+            found.append(launched.pop(event.number) > 0)
+    return found
+
+
+def test_blocks_of_a_ring_are_sent_while_others_are_attended_to(worlds):
+    for trace in traces_of(worlds, Run(GPT2OneHead, cp=2)):
+        found = under_computes(trace, "shift")
+        # Of two ranks, one message of a backward has nothing to hide under: the gradients that return.
+        assert found.count(True) >= 2 * found.count(False) > 0
 
 
 # -- not repaired ----------------------------------------------------------------------------------------------------
