@@ -22,12 +22,19 @@ class Ranks:
     Attributes:
         rank: The number of this rank among them.
         size: The number of ranks.
+        overlaps: Whether a sum runs while this rank computes.
     """
 
     rank, size = 0, 1
+    overlaps = False
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums a contiguous tensor of any shape over the ranks, in place."""
+
+    def start_all_reduce(self, tensor: Tensor) -> Arriving:
+        """Begins to sum a contiguous tensor of any shape over the ranks, in place."""
+        self.all_reduce(tensor)
+        return Arriving(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in their order; all have one shape."""
@@ -52,13 +59,13 @@ class Ranks:
 
 
 class Arriving:
-    """A tensor that arrives from another rank while this one computes."""
+    """A tensor that other ranks send or add to while this one computes."""
 
     def __init__(self, tensor: Tensor, *works: dist.Work) -> None:
         self._tensor, self._works = tensor, works
 
     def wait(self) -> Tensor:
-        """The tensor, of the shape that was expected, once it is here."""
+        """The tensor, of the shape that was expected, once it is complete."""
         for work in self._works:
             work.wait()
         return self._tensor
@@ -85,6 +92,18 @@ class GroupRanks(Ranks):
             self._memory.all_reduce(_as_real(tensor))
         else:
             dist.all_reduce(_as_real(tensor), group=self.group)
+
+    @property
+    def overlaps(self) -> bool:  # type: ignore[override]
+        """Whether a sum runs while this rank computes."""
+        return self._memory is None and self.size > 1
+
+    def start_all_reduce(self, tensor: Tensor) -> Arriving:
+        """Begins to sum a contiguous tensor of any shape over the ranks, in place."""
+        if not self.overlaps:
+            return super().start_all_reduce(tensor)
+        work = dist.all_reduce(_as_real(tensor), group=self.group, async_op=True)
+        return Arriving(tensor, work)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in their order; all have one shape."""

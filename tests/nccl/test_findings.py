@@ -195,6 +195,12 @@ def test_blocks_of_a_ring_are_sent_while_others_are_attended_to(worlds):
         assert found.count(True) >= 2 * found.count(False) > 0
 
 
+def test_sums_of_gradients_run_under_products_of_weights(worlds):
+    for trace in traces_of(worlds, Run(GPT2Wide, tp=2)):
+        found = under_computes(trace, "start_all_reduce")
+        assert found and all(found)
+
+
 # -- finding 13, repaired: the host waited for counts of rows several times per layer and microbatch ------------------
 
 
