@@ -49,8 +49,8 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
     if len(node.inputs) > 1 and node.averages != "sum":  # a loss may compare two values of the model
         return ""
     shape = graph.values[node.inputs[0]].shape
-    if not size or not shape or shape[0] % size or node.inputs[0] not in graph.of_samples:
-        return ""  # of parameters or scalars alone
+    if not size or not shape or shape[0] % size or node.inputs[0] not in graph.of_samples - graph.mixed:
+        return ""  # of parameters or scalars alone, or of more than a row's sample
     return "sum" if node.name in SUMS or node.averages == "sum" else _EXTREMES.get(node.name, "")
 
 

@@ -174,14 +174,15 @@ class BatchScalars(Microbatches):
         present = self._present(index)
         if not present or not present[0].is_floating_point():
             return None
-        total = sum(float(value) * weight for value, weight in zip(present, self.weights, strict=True))
-        return present[0].new_tensor(total)
+        pairs = zip(present, self.weights, strict=True)
+        return torch.stack([value.double() * weight for value, weight in pairs]).sum(0).to(present[0].dtype)
 
     def _present(self, index: int) -> list[Tensor]:
-        """The scalars of the microbatches; none if one is not on this rank."""
+        """The scalars of the microbatches, or what is stacked of them; none if one is not on this rank."""
         values = [results.values.get(index) for results in self._microbatches]
-        present = [value for value in values if value is not None and not is_absent(value) and not value.dim()]
-        return present if len(present) == len(values) else []
+        present = [value for value in values if value is not None and not is_absent(value)]
+        is_whole = len(present) == len(values) and len({value.shape for value in present}) == 1
+        return present if is_whole else []
 
     def _metric_value(self, call: _Call, index: int) -> Tensor | None:
         if call.origin is None:  # it was called with the full batch

@@ -19,6 +19,8 @@ REARRANGED = frozenset(
     {"stack", "cat", "view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "t", "transpose"}
     | {"permute", "get_T", "get_mT"}
 )
+# Operations on two matrices of rows whose result has an element for each pair of these.
+_OF_PAIRS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "cdist"})
 SINK = "metric:"  # prefix of the pseudo-parameters that stand for the state of a metric
 
 
@@ -123,6 +125,22 @@ class StepGraph:
         given = [self.values[one].shape for one in node.inputs if one in of_samples]
         rest = value.shape[1:]
         return any(value.dynamic or value.shape[0] == each[0] or rest == each[1:] != () for each in given)
+
+    @cached_property
+    def mixed(self) -> frozenset[int]:
+        """The values with rows of samples that depend on other samples too: on a mean over the batch, or all pairs."""
+        found: set[int] = set()
+        reduced: set[int] = set()  # values that depend on samples and have no rows of them
+        for node in self.nodes:
+            given = set(node.inputs)
+            has_rows = given <= self.of_samples and all(len(self.values[one].shape) == 2 for one in given)
+            is_mixed = bool(given & found) or (not node.unit and bool(given & reduced))
+            is_mixed |= node.name in _OF_PAIRS and len(node.inputs) > 1 and has_rows
+            if is_mixed:
+                found |= self.of_samples.intersection(node.outputs)
+            if given & (self.of_samples | reduced):
+                reduced |= set(node.outputs) - self.of_samples
+        return frozenset(found)
 
     def dependents(self, nodes: Set[int]) -> frozenset[int]:
         """The values that depend on the results of some nodes, these included."""

@@ -29,6 +29,7 @@ from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
+from lightning_hybrid.pipeline.stored import StoredValues
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.recording.kept import refuse_absent_numbers
 from lightning_hybrid.step.replay.stage import StageRun
@@ -39,7 +40,11 @@ _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int
 
 
 class StepResultExchange:
-    """The exchange of one step's results; ``begin`` once a rank's forwards are done, ``finish`` after its backwards."""
+    """The exchange of one step's results; ``begin`` once a rank's forwards are done, ``finish`` after its backwards.
+
+    Attributes:
+        news: Where the step has stored something that is not known to be stored; "" if nowhere.
+    """
 
     def __init__(
         self,
@@ -51,8 +56,12 @@ class StepResultExchange:
         metrics: FullBatchMetrics,
         weighting: LossWeighting,
         shares: MeanWeights,
+        stored: StoredValues,
     ) -> None:
-        """Prepare the exchange; ``shares`` weigh recorded means by another count than samples."""
+        """Prepare the exchange; ``shares`` weigh recorded means by another count than samples.
+
+        The step is broken where it stores something elsewhere than in the known places of ``stored``.
+        """
         self._plan, self._call, self._given, self._sizes = plan, call, given, given.sizes
         self._metrics, self._log_run = metrics, given.log_run
         self._weighting, self._shares, self._measured = weighting, shares, dict(weighting.reductions)
@@ -60,6 +69,7 @@ class StepResultExchange:
         self._group, self._device = plan.group, plan.randomness.device
         self._logs, self._weights, self._variants = logs, weights, given.variants
         self._digest = digest(flatten(given.batch)[0])  # now, since the step may write into it
+        self._stored, self.news = stored, ""
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
         self._numbers: list[float] = []
@@ -79,7 +89,8 @@ class StepResultExchange:
         """Start to send this rank's numbers, once."""
         if self._exchange is not None:
             return
-        if is_broken:
+        self.news = self._stored.news()  # now, as metrics are called below
+        if is_broken or self.news:
             self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
             return
         self._entries = self._logs.entries()

@@ -435,7 +435,9 @@ class LossWeightFinder:
             if not self.now.counts:
                 self._inform(found.describe(batch))
             self.now = found._replace(counts=tuple(c for c in found.counts if c in self.now.counts) or found.counts)
-        else:
+        elif self._can_be_split(batch, count) and weights_differ(
+            self.now.counts, split(batch, count, self._splitter)[0]
+        ):
             self.now = self.now._replace(counts=self.now.counts[:1])
         self.now = self.now._replace(reductions=before.reductions, candidates=before.candidates).with_evidence(found)
 

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
 from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.metrics import FullBatchMetrics
-from lightning_hybrid.batch.split import BatchSplitter, copied_batch, sizes_of, split, split_unevenly
+from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, copied_batch, sizes_of, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
+from lightning_hybrid.pipeline.frequencies import FrequencyScaling
 from lightning_hybrid.pipeline.left import Left, LeftValues, joined_tensors, numbers_of
 from lightning_hybrid.pipeline.logs import Key, LogCapture, NumberKey, keyed, size_of
 from lightning_hybrid.pipeline.reasons import describe_difference, describe_lost, describe_mixing, describe_scaled
@@ -41,6 +42,7 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
 # The same of the gradients of a parameter; other dtypes are too coarse for a test.
 _ROUNDING_OF_GRADIENTS = {torch.float64: 1e-7, torch.float32: 2e-2}
+MOST_PARTS = 16  # of a batch whose whole numbers are compared
 _LEAST = 1e-2  # gradients smaller than this share of the largest are compared with that share
 
 
@@ -60,7 +62,7 @@ class LossWeighting(NamedTuple):
     # the norms of the gradients of the batch, and of its parts' joint gradients, if no weights give the former
     norms: tuple[float, float] | None = None
     lost: str = ""  # what the batch leaves, and no combination of what its parts leave
-    scaled: str = ""  # the name of an embedding that divides gradients by counts over the batch, if there is one
+    scaled: str = ""  # the line of an embedding that divides gradients by counts over the batch, if there is one
     # how parts make a number of the batch, logged or given to a metric: "mean", "sum", "max" or "min"
     reductions: tuple[tuple[NumberKey, str], ...] = ()
     # in which of these ways it may be, as far as batches have shown
@@ -160,20 +162,21 @@ class Comparison:
         batch = copied_batch(batch)
         partitions = [(parts, weights) for parts, weights in partitions if parts]
         runs = [[batch], *(parts for parts, _ in partitions)]
-        found = self._results(runs, count, trains_root=True) or self._results(runs, count)
-        if found is None:
-            return LossWeighting()
+        with FrequencyScaling() as lookups:
+            found = self._all_results(runs, count)
+        if found is None or lookups.line:
+            return LossWeighting(scaled=lookups.line)
         if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
             partitions = partitions[:1]
         dtype = found[0].dtype
         sample_weights = [weights for _, weights in partitions]
         mean = _mean([one.loss for one in found], sample_weights)
-        for one, numbers in zip(found, numbers_of([one.left for one in found]), strict=True):
-            one.logs.update(numbers.items())
         keys = frozenset[NumberKey].intersection(*(frozenset(one.logs) for one in found))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
         hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
         hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
+        sums = {key: logged[key].full for key, how in hows.items() if how == ["sum"] and logged[key].full.is_integer()}
+        hows |= {key: [] for key in (self._coincidences(sums, batch, dtype) if splitter is None else ())}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
         reductions = tuple((key, how[0]) for key, how in hows.items() if _is_decided(how))
         shown = LossWeighting(reductions=reductions, candidates=tuple((key, tuple(how)) for key, how in hows.items()))
@@ -196,6 +199,24 @@ class Comparison:
         by_samples = frozenset(filter(is_by_samples, keys))
         weighting = LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
         return _without_leaves(weighting._replace(candidates=shown.candidates, lost=lost))
+
+    def _coincidences(self, sums: Mapping[NumberKey, float], batch: Any, dtype: torch.dtype) -> list[NumberKey]:
+        """The whole numbers of a batch that are sums over few parts of it, and not over many.
+
+        Halves often have as many entries above their means as the batch has above its own; single samples have none.
+        """
+        parts = split(copied_batch(batch), min(batch_size_of(batch) or 1, MOST_PARTS))[0] if sums else []
+        found = (self._all_results([parts], len(parts)) if len(parts) > 2 else None) or []
+        logs = [one.logs for one in found]
+        made = {key: sum(each[key] for each in logs) for key in sums if logs and all(key in each for each in logs)}
+        return [key for key, number in made.items() if not is_same(sums[key], number, dtype)]
+
+    def _all_results(self, partitions: Sequence[Sequence[Any]], count: int) -> list[_Result] | None:
+        """The results of ``_results`` with all numbers that each part leaves."""
+        found = self._results(partitions, count, trains_root=True) or self._results(partitions, count)
+        for one, numbers in zip(found, numbers_of([one.left for one in found]), strict=True) if found else ():
+            one.logs.update(numbers.items())
+        return found
 
     def _lost(self, left: Sequence[Left], partition: tuple[Sequence[Any], Sequence[float]], dtype: torch.dtype) -> str:
         """A tensor that the batch leaves, and its parts as joined do not; "" if there is none."""
@@ -281,10 +302,6 @@ class Comparison:
         weighted = [(batch, parts, samples, found.of(parts, samples)) for batch, parts, samples in batches]
         given = next((each for each in weighted if all(each[3])), weighted[0])
         parameters = [p for p in self.root.parameters() if p.requires_grad]
-        # Two samples tell nothing of it where they have no index in common.
-        scaled = [name for name, module in self.root.named_modules() if getattr(module, "scale_grad_by_freq", False)]
-        if scaled:
-            return found._replace(scaled=scaled[0])
         is_nonlinear |= any(map(has_backward_hooks, self.root.modules()))
         if calls_hooks:
             is_nonlinear |= any(parameter._backward_hooks for parameter in parameters)

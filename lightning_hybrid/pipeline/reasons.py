@@ -30,9 +30,9 @@ def describe_lost(lost: str) -> str:
     )
 
 
-def describe_scaled(name: str) -> str:
-    """The warning about an embedding, by its name, whose gradients are no sums over microbatches."""
+def describe_scaled(line: str) -> str:
+    """The warning about an embedding, called at a line, whose gradients are no sums over microbatches."""
     return (
-        f"{name} divides the gradient of each index by its count in the batch (scale_grad_by_freq=True), and"
-        " microbatches have counts of their own. So batches are not split (docs/semantics/losses.md)"
+        f"{line}: an embedding divides the gradient of each index by its count in the batch (scale_grad_by_freq=True),"
+        " and microbatches have counts of their own. So batches are not split (docs/semantics/losses.md)"
     )

@@ -31,7 +31,8 @@ from lightning_hybrid.pipeline.runtime.rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.plan import TraceVariant, broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
-from lightning_hybrid.pipeline.trials import EvaluationTrials, StoredValues, Trial
+from lightning_hybrid.pipeline.stored import StoredValues
+from lightning_hybrid.pipeline.trials import EvaluationTrials, Trial
 from lightning_hybrid.step.replay.stage import StageRun
 from lightning_hybrid.techniques.technique import Active
 
@@ -59,6 +60,7 @@ class StepRunner(MicrobatchRunner):
         self._trials = EvaluationTrials(self._metrics.metrics, self._trial, self.plan.group)
         self._next: Microbatches | None = None  # of the training batch that comes next
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
+        self._news = ""  # where the last step that broke has stored something, and its trial has not
         self.has_weighted_means, self.recorded_means = False, frozenset[int]()
         self.weighting, self._uses_recorded_means = LossWeighting(), True
 
@@ -180,6 +182,9 @@ class StepRunner(MicrobatchRunner):
 
     def _evaluate_again(self, call: Call, broken: StepBroken) -> StepResult:
         """Run a step of evaluation that has left its trace, by another one if there is one, or else unpartitioned."""
+        if news := self._trials.first(self._news):
+            self._unsplit.adopt(call.name, f"it stores {news} for some batches only")
+            return self.run(call)
         reasons = broken.agreed(self.plan.group)
         self._traces.select_by_dry_runs(call.name)
         call = dataclasses.replace(call, first=self._replica * self.count(call.name, call.batch))
@@ -201,10 +206,8 @@ class StepRunner(MicrobatchRunner):
         """Run this rank's stages on all microbatches, then exchange and join the results."""
         weights, shares = weighted
         logs, metrics = LogCapture(len(given), self._executor.has_guessed_size), self._metrics.calls
-        weighting, joins_calls = self.weighting, len(given) > 1 or self.is_comparing
-        if not call.trains:
-            weighting = LossWeighting(reductions=tuple(self._trials.reductions(call.name).items()))
-        exchange = StepResultExchange(self.plan, call, given, logs, weights, metrics, weighting, shares)
+        joins_calls = len(given) > 1 or self.is_comparing
+        exchange = self._exchange(call, given, logs, weights, shares)
         snapshot = self._snapshot(call, given) if not call.trains or self.can_roll_back_step else None
         seeds, factors = self._seeds(call, given, weights)
         job = Job(
@@ -244,6 +247,17 @@ class StepRunner(MicrobatchRunner):
         broadcast_buffers(self.plan, given.variants)
         self.unpartitioned.mark_stale()
         return StepResult(output, loss, logged, exchange.guessed)
+
+    def _exchange(
+        self, call: Call, given: Microbatches, logs: LogCapture, weights: Sequence[float], shares: MeanWeights
+    ) -> StepResultExchange:
+        weighting, stored = self.weighting, StoredValues()
+        if not call.trains:
+            weighting = LossWeighting(reductions=tuple(self._trials.reductions(call.name).items()))
+            if len(given) > 1 and not self.is_comparing:
+                stored = StoredValues(self._root, self._trials.stored(call.name))
+        metrics = self._metrics.calls
+        return StepResultExchange(self.plan, call, given, logs, weights, metrics, weighting, shares, stored)
 
     def _snapshot(self, call: Call, given: Microbatches, **how: Any) -> StepSnapshot:
         written = frozenset[str]().union(*(variant.written for variant in given.variants))
@@ -294,6 +308,7 @@ class StepRunner(MicrobatchRunner):
             is_broken = self._agree_on_broken_step(is_broken)
         if snapshot is None or not is_broken:
             return
+        self._news = exchange.news
         outcome.registered.remove()
         try:
             snapshot.restore("does something else than what was recorded")

@@ -8,57 +8,29 @@ coincidence: a whole number, such as a count of 0 or a largest length, may be th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.batch.denominators import Mean
-from lightning_hybrid.batch.merge import Argument
-from lightning_hybrid.batch.split import BatchSplitter, split
+from lightning_hybrid.batch.merge import Argument, Leaf
+from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import PartitionError, StepError
-from lightning_hybrid.pipeline.logs import Key, keyed
-from lightning_hybrid.pipeline.measure import is_close, reductions_of
+from lightning_hybrid.pipeline.logs import Key, NumberKey, keyed, size_of
+from lightning_hybrid.pipeline.measure import MOST_PARTS, is_close, reductions_of
 from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
-from lightning_hybrid.step.module_state.snapshots import reachable_leaves
+from lightning_hybrid.pipeline.stored import is_value
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.objects.tensors import detached_copy
-from lightning_hybrid.step.standins.numbers import has_absent_content
-from lightning_hybrid.step.standins.tensors import is_absent
 
 # Trials have batch numbers of their own: random numbers depend on them.
 _OTHER = 2**40
-
-
-class StoredValues:
-    """The numbers and tensors that a step stores on the modules of this rank."""
-
-    def __init__(self, root: nn.Module) -> None:
-        """Record what is there before the step."""
-        self._root, self._before = root, dict(_leaves(root))
-        self._versions = {place: leaf._version for place, leaf in self._before.items() if isinstance(leaf, Tensor)}
-        arrays = {place: leaf for place, leaf in self._before.items() if isinstance(leaf, numpy.ndarray)}
-        self._arrays = {place: leaf.copy() for place, leaf in arrays.items()}
-
-    def written(self) -> dict[str, Any]:
-        """Copies of what is new or has changed, by its place."""
-        return {place: _copied(leaf) for place, leaf in _leaves(self._root) if self._is_written(place, leaf)}
-
-    def _is_written(self, place: str, leaf: Any) -> bool:
-        before: Any = self._before.get(place)
-        if isinstance(leaf, Tensor):
-            return leaf is not before or leaf._version != self._versions[place]
-        if isinstance(leaf, numpy.ndarray):
-            return leaf is not before or not numpy.array_equal(leaf, self._arrays[place])
-        return leaf is not before  # a sum to which 0 was added is another object
 
 
 class Trial(NamedTuple):
@@ -68,6 +40,15 @@ class Trial(NamedTuple):
     arguments: Sequence[Mapping[Argument, float]]  # numbers that metrics of this rank were given, by microbatch
     stored: Mapping[str, Any]  # what it has stored on the modules of this rank, by place
 
+    def sizes(self) -> dict[Leaf, list[int]]:
+        """The batch sizes that are given with logged numbers, by microbatch."""
+        sizes = {size_of(key): entry.sizes for key, entry in keyed([entry for entry, _ in self.result.logs])}
+        return {key: given for key, each in sizes.items() if (given := [size for size in each if size is not None])}
+
+    def totals(self, arguments: Iterable[Argument]) -> dict[Argument, float]:
+        """The sums over microbatches of numbers that metrics were given; NaN where one has none."""
+        return {key: sum(each.get(key, math.nan) for each in self.arguments) for key in arguments}
+
     def left(self) -> dict[str, Any]:
         """All values that the step leaves, by what it does with them."""
         logged = zip(keyed([entry for entry, _ in self.result.logs]), self.result.logs, strict=True)
@@ -75,7 +56,7 @@ class Trial(NamedTuple):
         returned = enumerate(flatten(self.result.output)[0])
         return {
             **{_logs(key): number for key, number in numbers.items()},
-            **{f"returns a value (leaf {index})": leaf for index, leaf in returned if _is_value(leaf)},
+            **{f"returns a value (leaf {index})": leaf for index, leaf in returned if is_value(leaf)},
             **{f"stores {place}": leaf for place, leaf in self.stored.items()},
         }
 
@@ -107,11 +88,16 @@ class EvaluationTrials:
         ``trial`` runs a call in a number of microbatches, and undoes it; collective over the pipeline's ``group``.
         """
         self._metrics, self._trial, self._group = metrics, trial, group
-        self._tried: dict[str, dict[Argument, str]] = {}
+        self._tried: dict[str, dict[NumberKey, str]] = {}
+        self._stored: dict[str, Collection[str]] = {}  # where each step has stored something on modules of this rank
 
-    def reductions(self, name: str) -> Mapping[Argument, str]:
-        """How microbatches make the numbers that a step gives to metrics of this rank, as measured."""
+    def reductions(self, name: str) -> Mapping[NumberKey, str]:
+        """How microbatches make batch sizes that a step logs, and numbers that it gives to metrics of this rank."""
         return self._tried.get(name, {})
+
+    def stored(self, name: str) -> Collection[str]:
+        """Where a step has stored something on modules of this rank, when it was tried."""
+        return self._stored.get(name, ())
 
     def why_unsplit(
         self, call: Call, chosen: Microbatches, splitter: BatchSplitter | None, *, reads_content: bool
@@ -125,17 +111,33 @@ class EvaluationTrials:
         joint, halves = self._on_all_ranks(first, 1), self._on_all_ranks(first, 2)
         if joint is None or halves is None:
             return ""
+        self._stored[call.name] = frozenset(joint.stored) | frozenset(halves.stored)
         is_rounded = any(value.dtype in ("float16", "bfloat16") for value in chosen.graph.values)
         rounding = torch.float16 if is_rounded else torch.float32
         self._tried[call.name], doubts = _measured(joint, halves, split(some, 2, splitter)[1], rounding)
-        if self._first(str(self._tried[call.name] or "")):
+        if self.first(str(self._tried[call.name] or "")):
             halves = self._on_all_ranks(first, 2) or halves
+        if splitter is None:
+            doubts = self._coincidence(first, joint) or doubts
         found = _differences(joint, halves, rounding)
         # Random numbers, or a clock: then nothing is known.
-        if self._first("".join(found)) and (other := self._on_all_ranks(second, 1)) is not None:
+        if self.first("".join(found)) and (other := self._on_all_ranks(second, 1)) is not None:
             found = {what: text for what, text in found.items() if what not in _differences(joint, other, rounding)}
         doubt = doubts or halves.doubtful(self._metrics, reads_content=reads_content)
-        return self._first(next(iter(found.values()), doubt))
+        return self.first(next(iter(found.values()), doubt))
+
+    def _coincidence(self, call: Call, joint: Trial) -> str:
+        """A doubt about whole numbers given to metrics that are sums over halves, and not over samples, by chance."""
+        measured = self._tried[call.name].items()
+        sums = joint.totals([key for key, how in measured if isinstance(key, Argument) and how == "sum"])
+        whole = {key: number for key, number in sums.items() if not _is_telling(number)}
+        size = min(batch_size_of(call.batch) or 0, MOST_PARTS)
+        if size < 3 or not self.first(str(whole or "")):
+            return ""
+        many = self._on_all_ranks(call, size)
+        if many is None or many.totals(whole) != whole:
+            return "it calls a metric with a whole number that is a sum over parts of a batch by chance"
+        return ""
 
     def _on_all_ranks(self, call: Call, count: int) -> Trial | None:
         """A trial; None where it fails on any rank, as so few samples may be no batch to this step."""
@@ -144,30 +146,36 @@ class EvaluationTrials:
             found = self._trial(call, count)
         except (StepError, PartitionError, StepBroken) as reason:
             error = type(reason).__name__
-        return None if self._first(error) else found
+        return None if self.first(error) else found
 
-    def _first(self, text: str) -> str:
-        """The first text of all ranks that is not empty."""
+    def first(self, text: str) -> str:
+        """The first text of all ranks that is not empty; collective."""
         rows = [text] * self._group.size()
         dist.all_gather_object(rows, text, group=self._group)
         return next(filter(None, rows), "")
 
 
-def _measured(joint: Trial, halves: Trial, weights: list[float], dtype: torch.dtype) -> tuple[dict[Argument, str], str]:
-    """How halves make the numbers given to metrics: as "mean" or "sum"; and a doubt about another number, or ""."""
-    measured: dict[Argument, str] = {}
-    for argument in (key for key in halves.result.guessed if isinstance(key, Argument)):
-        full = sum(each.get(argument, math.nan) for each in joint.arguments)
-        parts = [each.get(argument, math.nan) for each in halves.arguments]
-        how = reductions_of(Mean(full, [parts]), [weights], dtype) if len(parts) == len(weights) else []
+def _measured(joint: Trial, split: Trial, weights: list[float], dtype: torch.dtype) -> tuple[dict[NumberKey, str], str]:
+    """How parts make batch sizes, and the numbers given to metrics; and a doubt about another number, or ""."""
+    measured: dict[NumberKey, str] = {}
+    sizes = joint.sizes()
+    for key, parts in split.sizes().items():
+        full = sum(sizes.get(key, ()))
+        if sum(parts) != full and set(parts) != {full}:
+            return {}, f"it {key.place} of {full} for some samples and {parts} for parts of them"
+        measured[key] = "sum" if sum(parts) == full else "max"
+    for argument in (key for key in split.result.guessed if isinstance(key, Argument)):
+        number = joint.totals([argument])[argument]
+        of_parts = [each.get(argument, math.nan) for each in split.arguments]
+        how = reductions_of(Mean(number, [of_parts]), [weights], dtype) if len(of_parts) == len(weights) else []
         # The last number, or the largest, may be any of these by chance.
         if how == ["sum"]:
             measured[argument] = "sum"
-        elif "mean" in how and "sum" not in how and _is_telling(full):
+        elif "mean" in how and "sum" not in how and _is_telling(number):
             measured[argument] = "mean"
         else:
             made = f"it calls the metric {argument.metric!r} with a number (argument {argument.name})"
-            return {}, f"{made}, which is {full:.6g} for some samples and {parts} for halves of them"
+            return {}, f"{made}, which is {number:.6g} for some samples and {of_parts} for parts of them"
     return measured, ""
 
 
@@ -195,22 +203,3 @@ def _logs(key: Key) -> str:
 def _is_telling(number: float) -> bool:
     """Whether equal results for a batch and its halves prove something: whole numbers may be equal by chance."""
     return math.isfinite(number) and number != round(number)
-
-
-def _leaves(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    buffers = ((f"self.{name}", buffer) for name, buffer in root.named_buffers())
-    stored = ((str(place), leaf) for place, leaf in reachable_leaves(root))
-    return ((place, leaf) for place, leaf in chain(buffers, stored) if _is_value(leaf))
-
-
-def _is_value(leaf: Any) -> bool:
-    """Whether a leaf is a number, or a tensor or array of numbers, that this rank has."""
-    if isinstance(leaf, Tensor):
-        return not is_absent(leaf) and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_complex()
-    if isinstance(leaf, numpy.ndarray):
-        return leaf.dtype.kind in "biuf" and not has_absent_content(leaf)
-    return isinstance(leaf, Real) and not has_absent_content(leaf)
-
-
-def _copied(leaf: Any) -> Any:
-    return detached_copy(leaf) if isinstance(leaf, Tensor) else leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf

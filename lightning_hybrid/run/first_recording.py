@@ -200,8 +200,10 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
     with runner.metrics.step():
         weighed = comparison.with_gradients(found, halves(call.batch, 2), is_nonlinear=is_nonlinear)
     weighs_terms = uses_means and runner.has_weighted_means  # recorded means weigh each term of the loss
-    if found.counts or weighed.scaled or not weighs_terms:
+    if found.counts or not weighs_terms:
         found = weighed
     keys = found.keys | {key for key in measured.keys if isinstance(key, Argument)}
-    found = found._replace(keys=keys, reductions=measured.reductions, unexplained=measured.unexplained)
+    found = found._replace(
+        keys=keys, reductions=measured.reductions, unexplained=measured.unexplained, scaled=measured.scaled
+    )
     return found, uses_means, not had_no_room

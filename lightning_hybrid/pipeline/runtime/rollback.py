@@ -6,18 +6,22 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from numpy import ndarray
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot, TensorSnapshot, can_restore, reachable_leaves
+from lightning_hybrid.step.module_state.snapshots import (
+    MAX_COPIED,
+    ModuleSnapshot,
+    TensorSnapshot,
+    can_restore,
+    reachable_leaves,
+)
 from lightning_hybrid.step.objects.modules import modules_in
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import detached_copy
 from lightning_hybrid.step.standins.tensors import is_absent
 
-_MAX_COPIED = 2**24  # before every step
 _MAX_COPIED_OF_BATCH = 2**20
 
 
@@ -29,7 +33,7 @@ class StepSnapshot:
         root: nn.Module,
         written: Collection[str] = (),
         *,
-        copied: float = _MAX_COPIED,
+        copied: float = MAX_COPIED,
         batches: Any = (None, ()),
         writes_batch: bool = False,
     ) -> None:
@@ -49,13 +53,11 @@ class StepSnapshot:
         modules = [module for _, module in modules_in(root)]
         self._metrics = [module for module in modules if isinstance(module, Metric)]
         inside = {inner for metric in self._metrics for inner in metric.modules()}
-        self._modules = ModuleSnapshot(root, without=inside)
+        self._modules = ModuleSnapshot(root, without=inside, copied=copied)
         self._states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in self._metrics]
         leaves = list(reachable_leaves(root, inside, plain=False))
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and can_restore(leaf)]
-        self._tensors = [TensorSnapshot(leaf) for _, leaf in tensors if leaf.numel() <= copied]
         self._large = [(path, leaf, leaf._version) for path, leaf in tensors if leaf.numel() > copied]
-        self._arrays = [(leaf, leaf.copy()) for _, leaf in leaves if isinstance(leaf, ndarray)]
         self._counts = [(metric._update_count, metric._computed) for metric in self._metrics]
         # Attributes in which wrappers and collections keep values beside the states.
         owners = [module for module in modules if module in inside or isinstance(module, MetricCollection)]
@@ -67,7 +69,7 @@ class StepSnapshot:
             if tensor._version != version:
                 raise StepError(
                     f"training_step {why}, and cannot be run again: it has written {path}, whose {tensor.numel():,}"
-                    f" elements are more than the {_MAX_COPIED:,} that are copied before a step; register it as a"
+                    f" elements are more than the {MAX_COPIED:,} that are copied before a step; register it as a"
                     " buffer",
                     entry="rollback",
                 )
@@ -78,10 +80,6 @@ class StepSnapshot:
                 entry="rollback",
             )
         self._modules.restore()
-        for content in self._tensors:
-            content.restore()
-        for array, content in self._arrays:
-            array[...] = content
         with torch.no_grad():
             for written, values in (*self._written, *self._batch):
                 written.copy_(values)

@@ -1,4 +1,4 @@
-"""Snapshots of module state: attributes, containers, buffers and hooks, put back in place.
+"""Snapshots of module state: attributes, containers, arrays, buffers and hooks, put back in place.
 
 They are recorded before a step and restored after it; in between, callers read what the step changed (a list of
 outputs, a lazily built mask). Torch's generators are handled by ``randomness``.
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -34,6 +35,7 @@ PLAIN = frozenset({float, int, bool, str, type(None)})
 _LIBRARY = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
 _FUNCTIONS = FunctionType | BuiltinFunctionType | MethodType | MethodWrapperType
 _MAX_DEPTH = 4
+MAX_COPIED = 2**24  # elements of a tensor that is no buffer; such may be copied before every step
 
 
 class AttributePath(NamedTuple):
@@ -60,6 +62,7 @@ class ArgumentSnapshot:
         self._of_modules: set[int] = set()
         self._empty: list[Any] = []  # every module has a dozen of torch's hook dicts
         self._generators: list[tuple[Any, Any]] = []
+        self._arrays: list[tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]] = []
         seen: set[int] = set()
         for argument in arguments:
             inner = inside(argument)
@@ -85,11 +88,18 @@ class ArgumentSnapshot:
                 if id(item) not in seen and depth < _MAX_DEPTH:
                     self._empty.append(item)
             elif _is_leaf(kind):
-                continue
+                self._record_leaf(item, seen)
+            elif kind is numpy.ndarray:
+                if item.flags.writeable and id(item) not in seen:
+                    seen.add(id(item))
+                    self._arrays.append((item, item.copy()))
             elif is_generator(item):
                 self._generators.append((item, generator_state(item)))
             elif (inner := inside(item)) is not None:
                 self._record(inner, seen, depth + 1)
+
+    def _record_leaf(self, item: Any, seen: set[int]) -> None:
+        """Record a leaf; its content stays what it is."""
 
     def lengths(self) -> dict[int, int]:
         """The recorded length of each container, by its id."""
@@ -118,6 +128,8 @@ class ArgumentSnapshot:
             else:
                 container.clear()
                 container.extend(content)
+        for array, content in self._arrays:
+            array[...] = content
         for generator, state in self._generators:
             set_generator_state(generator, state)
 
@@ -163,18 +175,21 @@ class ModuleSnapshot(ArgumentSnapshot):
         buffers: bool = True,
         without: Collection[nn.Module] = (),
         unhooked: Collection[nn.Module] = (),
+        copied: float = MAX_COPIED,
     ) -> None:
         """Record the state of modules but those ``without``, from which ``restore`` removes new hooks if ``unhooked``.
 
-        Without ``buffers``, those are no part of the state to restore.
+        Without ``buffers``, those are no part of the state to restore. Other tensors are, up to ``copied`` elements.
         """
         super().__init__(())
-        self._unhooked, self._first_hook = unhooked, RemovableHandle.next_id
+        self._unhooked, self._first_hook, self._copied = unhooked, RemovableHandle.next_id, copied
         self._buffers: list[TensorSnapshot] = []
+        self._tensors: list[TensorSnapshot] = []
         # A step that ends in the middle leaves what it has toggled.
         modules = modules_in(root)
-        self._trained = [(p, p.requires_grad) for _, p in parameters_of(modules) if not is_absent(p)]
-        seen: set[int] = set()
+        parameters = [parameter for _, parameter in parameters_of(modules)]
+        self._trained = [(p, p.requires_grad) for p in parameters if not is_absent(p)]
+        seen = set(map(id, parameters))
         passed = {id(module) for module in without}  # metrics change their hash with their state
         for _, module in modules:
             if id(module) in passed:
@@ -187,6 +202,11 @@ class ModuleSnapshot(ArgumentSnapshot):
                     self._buffers.append(TensorSnapshot(buffer))
             self._record(module.__dict__, seen, 0, top=True)
 
+    def _record_leaf(self, item: Any, seen: set[int]) -> None:
+        if isinstance(item, Tensor) and id(item) not in seen and can_restore(item) and item.numel() <= self._copied:
+            seen.add(id(item))
+            self._tensors.append(TensorSnapshot(item))
+
     def has_unchanged(self, buffer: Tensor) -> bool:
         """Whether a buffer of any shape is recorded and has not been written since."""
         return any(content.is_of(buffer) and content.is_here() for content in self._buffers)
@@ -194,7 +214,7 @@ class ModuleSnapshot(ArgumentSnapshot):
     def restore(self) -> None:
         """Restore the state in place, keeping the identity of containers and tensors."""
         super().restore()
-        for content in self._buffers:
+        for content in (*self._buffers, *self._tensors):
             content.restore()
         for parameter, takes_gradients in self._trained:
             if parameter.requires_grad != takes_gradients:

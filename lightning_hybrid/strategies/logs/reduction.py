@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchmetrics import Metric
 
 from lightning_hybrid.batch.merge import REDUCTIONS
+from lightning_hybrid.batch.split import batch_size_of
 from lightning_hybrid.errors import BackwardStepError, RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import ignore_warnings, keep_clean, replace, replaced
@@ -84,7 +85,7 @@ def begin_logs(
         def log() -> None:
             reduced = exchange.reduced() if is_agreed else _reduce_differing_keys(module, local, mesh)
             for key in [*local, *sorted(reduced.keys() - local.keys())]:
-                entry, value, size = reduced[key]
+                entry, value, size, _ = reduced[key]
                 known = {} if size is None else {"batch_size": round(size)}
                 _log(module, entry, value, {**entry.total_kwargs(), **known})
 
@@ -152,19 +153,26 @@ class _Logged(NamedTuple):
     entry: Entry
     value: float
     size: float | None
+    is_sure: bool = True  # whether the size is that of samples, and no guess from tensors of several lengths
 
     @property
     def weight(self) -> float | None:
         """The weight in a mean over replicas; None if they count equally.
 
         Lightning sums values times sizes over replicas and batches, so a mean of plain means would be another epoch.
+        Where it guesses the size, replicas count equally, as in its values per step and in the gradient.
         """
-        return self.size if self.entry.metric is None and self.entry.how == "mean" else None
+        return self.size if self.entry.metric is None and self.entry.how == "mean" and self.is_sure else None
 
 
 def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> dict[Key, _Logged]:
     keys = keys_of(entry.name for entry, _ in logged)
-    values = (_Logged(entry, value, _batch_size(module, entry)) for entry, value in logged)
+    batch = None if module.trainer._results is None else module.trainer._results.batch
+    samples = batch_size_of(batch)
+    values = []
+    for entry, value in logged:
+        size = _batch_size(module, entry)
+        values.append(_Logged(entry, value, size, "batch_size" in entry.total_kwargs() or size == samples))
     return dict(zip(keys, values, strict=True))
 
 
@@ -248,7 +256,8 @@ def _reduce_differing_keys(module: pl.LightningModule, local: dict[Key, _Logged]
         entry = local[key].entry if key in local else _received(module, key, logs[0])
         values = [one["value"] for one in logs]
         sizes = [one["size"] for one in logs if one["size"] is not None]
-        total = _Logged(entry, 0.0, sum(sizes)).weight if len(sizes) == len(logs) else None
+        is_sure = all(one["is_sure"] for one in logs)
+        total = _Logged(entry, 0.0, sum(sizes), is_sure).weight if len(sizes) == len(logs) else None
         if total:
             value = sum(value * size for value, size in zip(values, sizes, strict=True)) / total
         else:
@@ -266,7 +275,7 @@ def _sent(logged: _Logged, fqns: Mapping[int, str]) -> dict[str, Any]:
     if entry.how in ("mean", "sum", "max", "min"):
         kwargs["reduce_fx"] = entry.how
     metric = None if entry.metric is None else fqns.get(id(entry.metric), "")
-    sent = {"value": logged.value, "size": logged.size, "kwargs": kwargs, "dtype": entry.dtype, "metric": metric}
+    sent = {**logged._asdict(), "entry": None, "kwargs": kwargs, "dtype": entry.dtype, "metric": metric}
     return sent if entry.is_number else {**sent, "other": None}
 
 

@@ -107,10 +107,39 @@ class BatchOfStored(Policy):
         return torch.zeros(8, dtype=torch.float64) if self.out is None else self.out
 
     def training_step(self, batch, batch_idx):
-        return self.actor(batch[0]).mean() + self.critic(batch[0]).mean()
+        hidden = self.actor[0](batch[0])
+        self.out = hidden.detach()[0]
+        loss = (1 + batch[3].mean()) * self.actor[1:](hidden).mean() + self.critic(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
+
+
+class BatchOfWeights(BatchOfStored):
+    """A value that a hook stored of the model returns in a batch, and scales the loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = (1 + batch[3].mean()) * self.actor(batch[0]).mean() + self.critic(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.out = self.actor[0].weight.detach().sum(1)
+
+
+class BatchOfBuffers(BatchOfWeights):
+    """Statistics that only one rank has return in a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (nn.BatchNorm1d(8).double() for _ in range(2))
+
+    def stored(self):
+        return self.first.running_mean + self.last.running_mean
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.first(self.actor[0](batch[0]))
+        hidden = self.last(self.actor[1:-1](hidden))
+        return (1 + batch[3].mean()) * self.actor[-1](hidden).mean() + self.critic(batch[0]).mean()
 
 
 def trained(size, pp, make_module, options):
@@ -127,6 +156,8 @@ def trained(size, pp, make_module, options):
     [
         (Policy, 2, 2, {}),
         (PlainLoader, 2, 2, {}),
+        (BatchOfWeights, 2, 2, {}),
+        (BatchOfStored, 2, 2, {}),
         (Policy, 2, 1, {"tensor_parallel_size": 2}),
         (Policy, 1, 1, {"num_microbatches": 2}),
         (Policy, 2, 1, {}),
@@ -135,7 +166,19 @@ def trained(size, pp, make_module, options):
         (Policy, 4, 2, {"zero_stage": 3}),
         (Policy, 4, 2, {"zero_stage": 3, "reshard_after_forward": True}),
     ],
-    ids=["pp2", "pp2, no DataLoader", "tp2", "m2", "dp2", "zero3", "zero3 by layer", "pp2 x zero3", "pp2, by layer"],
+    ids=[
+        "pp2",
+        "pp2, no DataLoader",
+        "pp2, read by a hook",
+        "pp2, stored",
+        "tp2",
+        "m2",
+        "dp2",
+        "zero3",
+        "zero3 by layer",
+        "pp2 x zero3",
+        "pp2, by layer",
+    ],
 )
 def test_policy_runs_while_a_batch_is_fetched(worlds, make_module, size, pp, options):
     [expected] = worlds.run(1, trained, 1, 1, make_module, {})
@@ -198,14 +241,14 @@ def refused(size, pp, make_module, options):
         (InWorkers, 1, {"zero_stage": 3}, "in a worker"),
         (InWorkers, 2, {}, "in a worker"),
         (InWorkers, 1, {"tensor_parallel_size": 2}, "in a worker"),
-        (BatchOfStored, 2, {}, "no content"),
+        (BatchOfBuffers, 2, {"num_microbatches": 1}, "the batch differs between the ranks"),
     ],
-    ids=["zero3", "zero3, worker", "stages, worker", "tensor ranks, worker", "stored"],
+    ids=["zero3", "zero3, worker", "stages, worker", "tensor ranks, worker", "buffer"],
 )
 def test_ungatherable_policies_are_refused(worlds, make_module, pp, options, refusal_text):
     messages = worlds.run(2, refused, 2, pp, make_module, options)
     assert any(refusal_text in message for message in messages), messages
-    if make_module is not BatchOfStored:
+    if make_module is not BatchOfBuffers:
         assert all("'actor.0.weight' while a loader fetches" in message for message in messages), messages
         assert all("on_train_batch_start" in message for message in messages), messages
 

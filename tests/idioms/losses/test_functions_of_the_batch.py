@@ -220,6 +220,13 @@ class RareWordsAndMask(RareWords):
         return ((out - y).square() * kept).sum() / kept.sum()
 
 
+class RareWordsOfFunction(RareWords):
+    """The words are looked up by the function."""
+
+    def changed(self, h):
+        return h + F.embedding((60 * h[:, 0].sigmoid() % 50).long(), self.words.weight, scale_grad_by_freq=True)
+
+
 class TakesGradient(Plain):
     """The step needs a graph; its mean is over the entries that labels do not ignore."""
 
@@ -234,6 +241,7 @@ UNSPLIT = [
     WordsByFrequency,
     RareWords,
     RareWordsAndMask,
+    RareWordsOfFunction,
     HookClipsNorm,
     ModuleHookClipsNorm,
     Sum,

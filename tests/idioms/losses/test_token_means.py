@@ -141,15 +141,16 @@ def test_replicas_with_different_masks(worlds, options):
 
 
 def trained(module_class, name, options, masks_differ=False):
+    """Trained on six batches: all but the last one are compared with their shares, where ranks could share them."""
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     if options is None:
-        trainer = Trainer(accelerator="cpu", max_epochs=1, precision="64-true", logger=False, **quiet)
+        trainer = Trainer(accelerator="cpu", max_epochs=2, precision="64-true", logger=False, **quiet)
     else:
         given = dict(options)
         stages = given.pop("pipeline_parallel_size", 1)
-        trainer = trainer_of(2, stages, max_epochs=1, precision="64-true", strategy_options=given)
+        trainer = trainer_of(2, stages, max_epochs=2, precision="64-true", strategy_options=given)
     module = module_class()
     trainer.fit(module, data(name, masks_differ))
     logged = {key: float(value) for key, value in trainer.callback_metrics.items() if key != "mean"}

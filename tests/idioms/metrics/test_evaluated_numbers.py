@@ -39,6 +39,8 @@ NUMBERS = {
     "late_mean": lambda y, out: y[y > 1.0].mean(),  # NaN in the first batch
     "first": lambda y, out: y[0, 0],
     "last": lambda y, out: out[-1, 0],
+    "above_mean": lambda y, out: (out > out.mean()).sum(),  # the same for the first batch and its halves
+    "near_pairs": lambda y, out: ((out @ out.T) > 0.1).double().sum(),
     "one_more": lambda y, out: (out > 0.9).float().sum() + 1,
 }
 SPLIT = {"count", "hits", "loss", "loss_number"}  # as arguments of metrics: batches stay split for these

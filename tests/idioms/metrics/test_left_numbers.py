@@ -68,6 +68,13 @@ class LeavesMatrix(Leaves):
         return {"matrix": torch.cdist(out.detach(), out.detach())}
 
 
+class LeavesAboveMean(Leaves):
+    """Halves of a batch have as many outputs above their means as the batch has above its own."""
+
+    def numbers(self, out, x, y, mask):
+        return {"above mean": (out[:, 0] > out[:, 0].mean()).sum()}
+
+
 class AveragesTokens(Leaves):
     """Its loss weighs by another count than samples."""
 
@@ -93,7 +100,7 @@ def trained(module_class, world=1, options=None):
 
 @pytest.mark.parametrize(
     "module, is_split",
-    [(Leaves, True), (AveragesTokens, True), (LeavesDeviation, False), (LeavesMatrix, False)],
+    [(Leaves, True), (AveragesTokens, True), (LeavesDeviation, False), (LeavesMatrix, False), (LeavesAboveMean, False)],
 )
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 def test_left_as_in_one_process(worlds, options, module, is_split):

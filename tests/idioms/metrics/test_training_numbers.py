@@ -46,8 +46,12 @@ class Logs(LightningModule):
             "scaled loop": (torch.stack([row.square().sum() for row in out]) * 2).sum(),
             "joined": torch.cat([out, out.exp()], 1).abs().sum(),
         }
-        if self.ignored < 0:  # a warning tells of it otherwise
-            numbers["largest loss"] = (both * self.weights.exp()).max()
+        numbers |= {
+            "largest loss": (both * self.weights.exp()).max(),
+            "larger loss": torch.maximum(error, entropy),
+            "norm of losses": both.norm(),
+            "sum of functions": both.exp().sum(),
+        }
         self.log_dict(numbers, on_step=True, on_epoch=True)
         return loss
 
@@ -80,6 +84,16 @@ class Late(Logs):
         return loss
 
 
+class AboveMean(Logs):
+    """Halves of a batch have as many outputs above their means as the batch has above its own."""
+
+    def training_step(self, batch):
+        out = self.body(batch[0])
+        self.log("above", (out[:, 0] > out[:, 0].mean()).sum())
+        self.log("positive", (out > 0).sum())
+        return F.cross_entropy(out, batch[1])
+
+
 def trained(module_class, world=1, options=None, samples=12):
     warnings.simplefilter("ignore")
     generator = torch.Generator().manual_seed(0)
@@ -100,6 +114,23 @@ def test_logged_as_in_one_process(worlds, module):
     for found in worlds.run(2, trained, module, 2, {"pipeline_parallel_size": 2, "num_microbatches": 2}):
         for step, wanted in zip(found, expected, strict=True):
             assert step == pytest.approx(wanted, rel=1e-6)
+
+
+def warned(world, options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = dict(options)
+        trainer = trainer_of(world, given.pop("pipeline_parallel_size", 1), strategy_options=given)
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(8, 4, generator=generator).double(), torch.randint(0, CLASSES, (8,), generator=generator)
+        trainer.fit(AboveMean(), DataLoader(TensorDataset(x, y), 8))
+    return [str(each.message) for each in caught if "as the mean over parts" in str(each.message)]
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"pipeline_parallel_size": 2, "num_microbatches": 2}])
+def test_a_count_that_mixes_samples_is_named(worlds, options):
+    [text] = worlds.run(len(options), warned, len(options), options)[0]
+    assert text.startswith("training_step logs 'above'")
 
 
 @pytest.mark.parametrize(
