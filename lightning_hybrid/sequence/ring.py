@@ -240,7 +240,7 @@ class _Passed:
         self._arriving.append((self._ranks.shift(self._flat, sum(shape.numel() for shape in shapes)), shapes))
 
     def receive(self) -> None:
-        """Takes those of the rank before in their place, if any have been sent since."""
+        """Puts what the rank before has sent since, if anything, in their place."""
         while self._arriving:
             arriving, shapes = self._arriving.pop()
             self._hold(arriving.wait(), shapes)

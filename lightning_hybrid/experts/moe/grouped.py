@@ -11,6 +11,7 @@ data, while the shapes of all results do not depend on it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -197,9 +198,8 @@ def _backward(
     before_scratch = rows.new_empty(largest if inner or gated else 0, up.shape[1])
     ups, downs, grad_ups, grad_downs = up.unbind(0), down.unbind(0), grad_up.unbind(0), grad_down.unbind(0)
     for expert in [expert for expert, count in enumerate(numbers) if not count]:
-        for gradient, needed in zip(results[1:], needs[1:], strict=True):
-            if needed:
-                gradient[expert].zero_()
+        for gradient in itertools.compress(results[1:], needs[1:]):
+            gradient[expert].zero_()
     for expert, start, stop in _bounds(numbers):
         count = stop - start
         above = grad[start:stop]

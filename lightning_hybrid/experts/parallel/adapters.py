@@ -260,10 +260,8 @@ class BatchedRows(_Batched):
         """Applies experts to rows sorted by expert, others of this rank to none: shape [R, D] -> [R, D']."""
         num_local = next(module.parameters()).shape[0]
         numbers = [0] * first + list(counts) + [0] * (num_local - first - len(counts))
-        if self._as_list:
-            return self._call(module, forward, {"rows": rows, "counts": numbers})
-        counted = torch.tensor(numbers)
-        if not getattr(module, "counts_on_host", False):
+        counted: Any = numbers if self._as_list else torch.tensor(numbers)
+        if not (self._as_list or getattr(module, "counts_on_host", False)):
             counted = counted.to(rows.device)
         return self._call(module, forward, {"rows": rows, "counts": counted})
 

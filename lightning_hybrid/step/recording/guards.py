@@ -123,7 +123,7 @@ class _Entries:
         self.wanted: list[Any] = list(self.get(mapping)) if keys else []
 
     def by_type(self) -> _Entries:
-        """The same entries, of which the types are wanted."""
+        """These entries, with their types wanted."""
         self.wanted = list(map(type, self.wanted))
         return self
 
