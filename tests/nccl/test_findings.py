@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from harness.fits import Run, fit
+from harness.fits import Run, check, fit
 from harness.nccl import judges
 from harness.nccl.recording import RecordedWorlds
 from harness.nccl.timeouts import other_timeouts
@@ -20,7 +20,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params import owners
 from models.mixtures import Mixtral
 from models.moe_layers import Balanced
-from models.wide import GPT2OneHead, GPT2Wide
+from models.wide import BertWide, GPT2OneHead, GPT2Wide, LlamaGrouped, LlamaWide, T5Wide
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 LIMIT = datetime.timedelta(seconds=123)
@@ -199,6 +199,30 @@ def test_sums_of_gradients_run_under_products_of_weights(worlds):
     for trace in traces_of(worlds, Run(GPT2Wide, tp=2)):
         found = under_computes(trace, "start_all_reduce")
         assert found and all(found)
+
+
+def slow(*runs):
+    return [pytest.param(run, marks=pytest.mark.slow) for run in runs]
+
+
+OVERLAPPED = [
+    Run(LlamaWide, pp=2, tp=2, trainer={"gradient_clip_val": 0.05}),
+    *slow(
+        Run(LlamaWide, dp=2, tp=2, strategy={**BY_LAYER, "recompute": "full"}),
+        Run(BertWide, tp=2, strategy={"recompute": "selective"}),
+        Run(GPT2Wide, tp=2, cp=2),
+        Run(T5Wide, tp=2, sequence=True),
+        Run(GPT2OneHead, tp=1, cp=3),
+        Run(LlamaGrouped, cp=4),
+    ),
+]
+
+
+@pytest.mark.parametrize("run", OVERLAPPED, ids=str)
+def test_parity_of_overlapped_messages(worlds, run):
+    recorded = RecordedWorlds(worlds, fit)
+    check(recorded, run)
+    assert judges.judge(recorded.traces) == {}
 
 
 # -- finding 13, repaired: the host waited for counts of rows several times per layer and microbatch ------------------
