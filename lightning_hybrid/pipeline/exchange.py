@@ -65,6 +65,7 @@ class StepResultExchange:
         self._plan, self._call, self._given, self._sizes = plan, call, given, given.sizes
         self._metrics, self._log_run = metrics, given.log_run
         self._weighting, self._shares, self._measured = weighting, shares, dict(weighting.reductions)
+        self._nearest = dict(weighting.nearest)
         self._reads = () if given.log_run is None else given.log_run.reads
         self._group, self._device = plan.group, plan.randomness.device
         self._logs, self._weights, self._variants = logs, weights, given.variants
@@ -147,7 +148,9 @@ class StepResultExchange:
         if entry.is_plain and self._given.repeats_logs and len(set(entry.values)) == 1:
             return entry.values[0]
         weights = self._given.weights if key in self._weighting.keys else self._weights
-        return entry.combine(weights, self._sizes, self._measured.get(key) or self._over(entry))
+        return entry.combine(
+            weights, self._sizes, self._measured.get(key) or self._over(entry) or self._nearest.get(key, "")
+        )
 
     def _over(self, entry: Entry) -> str:
         """How the graph makes a value of the samples: as "sum", "max" or "min" of them; "" if in another way."""

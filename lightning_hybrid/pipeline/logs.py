@@ -141,14 +141,14 @@ def size_of(key: Key) -> Leaf:
     return Leaf("logs with a batch_size", key[1], key[0])
 
 
-def describe_unexplained(step: str, key: NumberKey, full: float, mean: float) -> str:
+def describe_unexplained(step: str, key: NumberKey, full: float, made: float, how: str) -> str:
     """The warning about a number, logged or given to a metric, that the numbers of its batch's parts do not give."""
-    made = f"logs {key[0]!r}"
+    what, word = f"logs {key[0]!r}", {"max": "maximum", "min": "minimum"}.get(how, how)
     if isinstance(key, Argument):
-        made = f"calls the metric {key.metric!r} with a number (argument {key.name})"
+        what = f"calls the metric {key.metric!r} with a number (argument {key.name})"
     return (
-        f"{step} {made}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
-        " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is taken."
+        f"{step} {what}, which is {full:.6g} for a batch and {made:.6g} as the {word} over parts of it: no mean,"
+        f" sum, maximum or minimum of the parts gives that of the batch. So the {word} over microbatches is taken."
         " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
         " values are those of the batch, or pass num_microbatches=1 (docs/semantics/logging_and_metrics.md)"
     )

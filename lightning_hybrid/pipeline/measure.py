@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
-from lightning_hybrid.batch.merge import Argument, Leaf
+from lightning_hybrid.batch.merge import REDUCTIONS, Argument, Leaf
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, copied_batch, sizes_of, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
@@ -67,8 +67,10 @@ class LossWeighting(NamedTuple):
     reductions: tuple[tuple[NumberKey, str], ...] = ()
     # in which of these ways it may be, as far as batches have shown
     candidates: tuple[tuple[NumberKey, tuple[str, ...]], ...] = ()
-    # other such numbers: the batch's, and the mean over parts
-    unexplained: tuple[tuple[NumberKey, float, float], ...] = ()
+    # other such numbers: the batch's, what parts make nearest to it, and how
+    unexplained: tuple[tuple[NumberKey, float, float, str], ...] = ()
+    # how parts make a logged number that none of these ways has told yet, or none tells
+    nearest: tuple[tuple[Key, str], ...] = ()
 
     @property
     def mixes(self) -> bool:
@@ -89,7 +91,9 @@ class LossWeighting(NamedTuple):
         candidates = {**known, **candidates}
         decided = {key: how[0] for key, how in candidates.items() if _is_decided(how)}
         reductions = {**dict(other.reductions), **dict(self.reductions), **decided}
-        return self._replace(candidates=tuple(candidates.items()), reductions=tuple(reductions.items()))
+        nearest = {**dict(self.nearest), **dict(other.nearest)}
+        changed = self._replace(candidates=tuple(candidates.items()), reductions=tuple(reductions.items()))
+        return changed._replace(nearest=tuple((key, how) for key, how in nearest.items() if key not in reductions))
 
     def why_unsplit(self) -> str:
         """The warning where no weights are right; empty otherwise."""
@@ -176,13 +180,19 @@ class Comparison:
         hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
         hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
         sums = {key: logged[key].full for key, how in hows.items() if how == ["sum"] and logged[key].full.is_integer()}
-        hows |= {key: [] for key in (self._coincidences(sums, batch, dtype) if splitter is None else ())}
+        by_chance = self._coincidences(sums, batch, dtype) if splitter is None else {}
+        hows |= {key: [] for key in by_chance}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
         reductions = tuple((key, how[0]) for key, how in hows.items() if _is_decided(how))
         shown = LossWeighting(reductions=reductions, candidates=tuple((key, tuple(how)) for key, how in hows.items()))
         unexplained = tuple(
-            (key, logged[key].full, _mean_of(logged[key], sample_weights)) for key in hows if not hows[key]
+            (key, logged[key].full, by_chance[key], "sum")
+            if key in by_chance
+            else _unexplained(key, logged[key], sample_weights)
+            for key in hows
+            if not hows[key]
         )
+        shown = shown._replace(nearest=_nearest(hows, unexplained))
         counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
         lost = self._lost([one.left for one in found], partitions[0], dtype)
         if not counts:
@@ -198,10 +208,10 @@ class Comparison:
         unexplained = tuple(each for each in unexplained if each not in by_counts)
         by_samples = frozenset(filter(is_by_samples, keys))
         weighting = LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
-        return _without_leaves(weighting._replace(candidates=shown.candidates, lost=lost))
+        return _without_leaves(weighting._replace(candidates=shown.candidates, nearest=shown.nearest, lost=lost))
 
-    def _coincidences(self, sums: Mapping[NumberKey, float], batch: Any, dtype: torch.dtype) -> list[NumberKey]:
-        """The whole numbers of a batch that are sums over few parts of it, and not over many.
+    def _coincidences(self, sums: Mapping[NumberKey, float], batch: Any, dtype: torch.dtype) -> dict[NumberKey, float]:
+        """The whole numbers of a batch that are sums over few parts of it, and not over many; with the latter sums.
 
         Halves often have as many entries above their means as the batch has above its own; single samples have none.
         """
@@ -209,7 +219,7 @@ class Comparison:
         found = (self._all_results([parts], len(parts)) if len(parts) > 2 else None) or []
         logs = [one.logs for one in found]
         made = {key: sum(each[key] for each in logs) for key in sums if logs and all(key in each for each in logs)}
-        return [key for key, number in made.items() if not is_same(sums[key], number, dtype)]
+        return {key: number for key, number in made.items() if not is_same(sums[key], number, dtype)}
 
     def _all_results(self, partitions: Sequence[Sequence[Any]], count: int) -> list[_Result] | None:
         """The results of ``_results`` with all numbers that each part leaves."""
@@ -409,9 +419,10 @@ def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Numb
 
 def reductions_of(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> list[str]:
     """How the parts' numbers may give a logged number of the batch: as "mean", "sum", "max" or "min"."""
-    hows: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
     bound = _ROUNDING.get(dtype, _ROUNDING_OF_HALF) * (abs(logged.full) or 1.0)
-    found = [how for how, of in hows.items() if all(abs(of(parts) - logged.full) <= bound for parts in logged.parts)]
+    found = [
+        how for how, of in REDUCTIONS.items() if all(abs(of(parts) - logged.full) <= bound for parts in logged.parts)
+    ]
     return found if error_bound(logged, weights, dtype) else ["mean", *found]
 
 
@@ -421,9 +432,29 @@ def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:
     return Mean(numbers[0], [[next(remaining) for _ in of] for of in weights])
 
 
-def _mean_of(logged: Mean, weights: list[list[float]]) -> float:
-    """The mean over the parts of the first partition."""
-    return sum(part * weight for part, weight in zip(logged.parts[0], weights[0], strict=True))
+def _nearest(
+    hows: Mapping[NumberKey, Sequence[str]], unexplained: Sequence[tuple[NumberKey, float, float, str]]
+) -> tuple[tuple[Key, str], ...]:
+    """How parts make what they do not give, or what several ways give, and the mean does not; of logged numbers."""
+    undecided = [(key, how[0]) for key, how in hows.items() if how and not _is_decided(how) and "mean" not in how]
+    found = [*((key, how) for key, *_, how in unexplained), *undecided]
+    return tuple((key, how) for key, how in found if not isinstance(key, Argument | Leaf))
+
+
+def _unexplained(key: NumberKey, logged: Mean, weights: list[list[float]]) -> tuple[NumberKey, float, float, str]:
+    """A number that parts do not give, what they make nearest to it, and how; a metric takes means."""
+
+    def number(how: str, parts: Sequence[float], of: Sequence[float]) -> float:
+        if how in REDUCTIONS:
+            return float(REDUCTIONS[how](parts))
+        return sum(part * weight for part, weight in zip(parts, of, strict=True))
+
+    def error(how: str) -> float:
+        pairs = zip(logged.parts, weights, strict=True)
+        return max(abs(number(how, parts, of) - logged.full) for parts, of in pairs)
+
+    how = "mean" if isinstance(key, Argument) else min(("mean", *REDUCTIONS), key=error)
+    return key, logged.full, number(how, logged.parts[0], weights[0]), how
 
 
 def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tuple[float, float] | None:

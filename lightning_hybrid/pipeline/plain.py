@@ -258,7 +258,7 @@ class PlainRunner(MicrobatchRunner):
         results = dataclasses.replace(
             results,
             metric_calls=self._metrics.calls.calls,
-            reductions=dict(self._weighting.now.reductions),
+            reductions=dict((*self._weighting.now.nearest, *self._weighting.now.reductions)),
             checksum=share.checksum,
         )
         if changes is not None:
@@ -341,10 +341,10 @@ class PlainRunner(MicrobatchRunner):
         if why := found.why_unsplit():
             self._warn(why)
             return
-        for key, full, mean in found.unexplained:
+        for key, full, made, how in found.unexplained:
             if key not in self._warned:
                 self._warned.add(key)
-                self._warn(describe_unexplained("training_step", key, full, mean))
+                self._warn(describe_unexplained("training_step", key, full, made, how))
 
     def _measured(self, call: Call, count: int, *, has_room: bool) -> LossWeighting:
         """Measure how the parts of a batch weigh in its loss and gradients; arguments as for ``decide``."""

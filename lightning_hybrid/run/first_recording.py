@@ -204,6 +204,10 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
         found = weighed
     keys = found.keys | {key for key in measured.keys if isinstance(key, Argument)}
     found = found._replace(
-        keys=keys, reductions=measured.reductions, unexplained=measured.unexplained, scaled=measured.scaled
+        keys=keys,
+        reductions=measured.reductions,
+        unexplained=measured.unexplained,
+        nearest=measured.nearest,
+        scaled=measured.scaled,
     )
     return found, uses_means, not had_no_room

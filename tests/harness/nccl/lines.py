@@ -18,7 +18,8 @@ _PACKAGE = str(Path(lightning_hybrid.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 _LIGHTNING = str(Path(lightning.__file__).parent)
-_HARNESS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "python_group.py"))
+# Process groups of the harness pass on what was called.
+_HERE = str(Path(__file__).parent), str(Path(__file__).parents[1] / "python_group.py")
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _STANDARD = str(Path(ast.__file__).parent)
 
@@ -46,7 +47,7 @@ def place() -> Place:
     while frame is not None:
         path = frame.f_code.co_filename
         # A mode only passes on what was called.
-        if not path.startswith((*_HARNESS, "<")) and frame.f_code.co_name not in _MODES:
+        if not path.startswith((*_HERE, "<")) and frame.f_code.co_name not in _MODES:
             owner = _owner(path)
             if owner not in ("torch", "standard"):
                 return _at(path, frame.f_lineno, frame.f_code.co_name, owner, in_distributed)

@@ -84,6 +84,17 @@ class Late(Logs):
         return loss
 
 
+class OfOnePart(Logs):
+    """Counts rows of the model, of which the first batch has one, in its first part: a sum or a maximum."""
+
+    def training_step(self, batch):
+        x, y = batch
+        hidden = self.body[:2](x)
+        self.log("rows", float(len(hidden[x[:, 0] + 0 * hidden.detach()[:, 0] > 0])))
+        out = self.body[2:](hidden)
+        return F.cross_entropy(out, y)
+
+
 class AboveMean(Logs):
     """Halves of a batch have as many outputs above their means as the batch has above its own."""
 
@@ -98,8 +109,10 @@ def trained(module_class, world=1, options=None, samples=12):
     warnings.simplefilter("ignore")
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(14, 4, generator=generator).double(), torch.randint(0, CLASSES, (14,), generator=generator)
-    if samples != 12:
+    if samples > 12:
         x[:4] /= 10
+    if samples < 12:
+        x[:4, 0] = torch.tensor([9.0, -9.0, -9.0, -9.0])
     data = TensorDataset(x[:samples], y[:samples])
     given = dict(options or {})
     trainer = trainer_of(world, given.pop("pipeline_parallel_size", 1), max_epochs=1, strategy_options=given)
@@ -116,6 +129,15 @@ def test_logged_as_in_one_process(worlds, module):
             assert step == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"pipeline_parallel_size": 2, "num_microbatches": 2}])
+def test_rows_of_one_part_are_a_sum(worlds, options):
+    expected = trained(OfOnePart, samples=8)
+    assert expected[0] == {"rows": 1.0}
+    size = options.get("pipeline_parallel_size", 1)
+    for found in worlds.run(size, trained, OfOnePart, size, options, 8):
+        assert found == expected
+
+
 def warned(world, options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -124,7 +146,7 @@ def warned(world, options):
         generator = torch.Generator().manual_seed(0)
         x, y = torch.randn(8, 4, generator=generator).double(), torch.randint(0, CLASSES, (8,), generator=generator)
         trainer.fit(AboveMean(), DataLoader(TensorDataset(x, y), 8))
-    return [str(each.message) for each in caught if "as the mean over parts" in str(each.message)]
+    return [str(each.message) for each in caught if " over parts of it" in str(each.message)]
 
 
 @pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"pipeline_parallel_size": 2, "num_microbatches": 2}])
