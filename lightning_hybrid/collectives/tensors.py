@@ -41,6 +41,17 @@ def aligned_numel(numel: int, dtype: torch.dtype) -> int:
     return -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
 
 
+# By the names of torch 2.13 and of those before, looked up at the call: a run that is recorded replaces them.
+def all_gather_single(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
+    """All-gather flat tensors of one length into one, in the order of the ranks."""
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, tensor, group=group)
+
+
+def reduce_scatter_single(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
+    """Sum flat tensors over the ranks; each gets its share of equal length, in the order of the ranks."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, tensor, group=group)
+
+
 class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor that arrives."""
 

@@ -102,7 +102,7 @@ def _redistributed(local: Tensor, have: list[_Ranges], wanted: list[_Ranges], ra
         sent.append(torch.cat(pieces, -2) if pieces else local.narrow(-2, 0, 0))
     overlaps = [list(_overlaps(have[other], wanted[ranks.rank])) for other in range(ranks.size)]
     shapes = [with_positions(local, sum(length for *_, length in found)) for found in overlaps]
-    received = ranks.exchange([block.contiguous() for block in sent], shapes)
+    received = ranks.exchange(sent, shapes)
     result = local.new_empty(with_positions(local, sum(stop - start for start, stop in wanted[ranks.rank])))
     for block, found in zip(received, overlaps, strict=True):
         for piece, (_, start, length) in zip(block.split([n for *_, n in found], -2), found, strict=True):

@@ -64,15 +64,12 @@ class SequenceSharding:
 
     def scatter(self, full: Tensor) -> list[Tensor]:
         """Sends each rank its positions of the full shape; returns ``local_length`` positions of each rank's value."""
-        shards = [shard.contiguous() for shard in full.split(self.lengths, self.dim)]
+        shards = list(full.split(self.lengths, self.dim))
         return self.ranks.exchange(shards, [shards[self.ranks.rank].shape] * self.ranks.size)
 
     def summed(self, addend: Tensor) -> Tensor:
         """Reduce-scatters: this rank's positions of the sum of the ranks' addends, which have the full shape."""
-        total, *rest = self.scatter(addend)
-        for shard in rest:
-            total = total + shard
-        return total
+        return self.ranks.reduce_scatter(list(addend.split(self.lengths, self.dim)))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ to one block of keys, merges the result into that of the blocks before, and pass
     step 1   rank 0: keys 2    rank 1: keys 0    rank 2: keys 1
     step 2   rank 0: keys 1    rank 1: keys 2    rank 2: keys 0
 
-A rank has two blocks of keys at most, so the number of heads does not limit the number of ranks. The backward makes the
-weights of each block again from the saved log-sum-exp; the gradients of a block are passed on with it, and return
-to the rank that has its positions. Under a causal mask positions are attended from in an order that gives all ranks the
-same work (`balanced_order`; Brandon et al. 2023 show the imbalance of the contiguous one).
+A block is sent while its rank attends to it. A rank has two blocks of keys at most, so the number of heads does not
+limit the number of ranks. The backward makes the weights of each block again from the saved log-sum-exp; the gradients
+of a block are passed on with it, and return to the rank that has its positions. Under a causal mask positions are
+attended from in an order that gives all ranks the same work (`balanced_order`; Brandon et al. 2023 show the imbalance
+of the contiguous one).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lightning_hybrid.sequence.order import (
     with_positions,
 )
 from lightning_hybrid.sequence.positions import SequenceSharding, local_positions
-from lightning_hybrid.tensor.collectives import Ranks, enter
+from lightning_hybrid.tensor.collectives import Arriving, Ranks, enter
 
 
 def ring_attention(
@@ -150,6 +151,8 @@ class _RingAttention(torch.autograd.Function):
         blocks = _Passed([key, value], order, ranks)
         for step in range(ranks.size):
             other = (ranks.rank - step) % ranks.size
+            if step < ranks.size - 1:
+                blocks.send(other)
             block = order.block(ranks.rank, other)
             k, v = (_repeated(tensor[:, :, block.keys], repeats) for tensor in blocks.tensors)
             scores = _scores(mask, order, other, block, scale)
@@ -159,8 +162,7 @@ class _RingAttention(torch.autograd.Function):
                 out, lse = found.to(found_lse.dtype), found_lse.clone()
             else:
                 merge_block(out[:, :, block.queries], lse[:, :, block.queries], found, found_lse)
-            if step < ranks.size - 1:
-                blocks.pass_on(other)
+            blocks.receive()
         assert out is not None and lse is not None
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, out, lse)
@@ -181,6 +183,8 @@ class _RingAttention(torch.autograd.Function):
         grads, own = _Passed([], order, ranks), list[Tensor]()
         for step in range(ranks.size):
             other = (ranks.rank - step) % ranks.size
+            if step < ranks.size - 1:
+                blocks.send(other)
             block = order.block(ranks.rank, other)
             k, v = (_repeated(tensor[:, :, block.keys], repeats) for tensor in blocks.tensors)
             q, g, o = (tensor[:, :, block.queries] for tensor in (query, grad, out))
@@ -194,13 +198,15 @@ class _RingAttention(torch.autograd.Function):
             if step == 0:  # of this rank's positions: they stay here
                 own = found
             else:
+                grads.receive()
                 if step == 1:
-                    grads.tensors = [torch.zeros_like(tensor, dtype=wide) for tensor in blocks.tensors]
+                    zeros = [torch.zeros_like(tensor, dtype=wide) for tensor in blocks.tensors]
+                    grads = _Passed(zeros, order, ranks)
                 for total, each in zip(grads.tensors, found, strict=True):
                     total[:, :, block.keys] += each
-                grads.pass_on(other)  # after the last step to the rank of its positions
-            if step < ranks.size - 1:
-                blocks.pass_on(other)
+                grads.send(other)  # after the last step to the rank of its positions
+            blocks.receive()
+        grads.receive()
         for total, each in zip(own, grads.tensors, strict=ranks.size > 1):
             total += each
         grad_key, grad_value = (total.to(key.dtype) for total in own)
@@ -216,24 +222,28 @@ class _Passed:
     """
 
     def __init__(self, tensors: list[Tensor], order: RingOrder, ranks: Ranks) -> None:
-        self.tensors, self._order, self._ranks = tensors, order, ranks
+        self._order, self._ranks = order, ranks
+        self._arriving: list[tuple[Arriving, list[torch.Size]]] = []  # one at most
+        if ranks.size > 1 and tensors:
+            self._hold(torch.cat([tensor.reshape(-1) for tensor in tensors]), [tensor.shape for tensor in tensors])
+        else:
+            self.tensors = tensors
 
-    def pass_on(self, current: int) -> None:
-        """Sends the tensors, of the positions of rank ``current``, to the next rank; receives from the rank before."""
-        ranks = self._ranks
-        if ranks.size == 1:
-            return
-        following, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
-        length = self._order.num_positions((current - 1) % ranks.size)
-        shapes = [with_positions(tensor, length) for tensor in self.tensors]
-        flat = torch.cat([tensor.reshape(-1) for tensor in self.tensors])
-        none, num = flat[:0], sum(shape.numel() for shape in shapes)
-        received = ranks.exchange(
-            [flat if rank == following else none for rank in range(ranks.size)],
-            [torch.Size((num if rank == before else 0,)) for rank in range(ranks.size)],
-        )[before]
-        pieces = received.split([shape.numel() for shape in shapes])
+    def _hold(self, flat: Tensor, shapes: list[torch.Size]) -> None:
+        self._flat, pieces = flat, flat.split([shape.numel() for shape in shapes])
         self.tensors = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def send(self, current: int) -> None:
+        """Begins to send the tensors, of the positions of rank ``current``, to the next rank, which only reads them."""
+        length = self._order.num_positions((current - 1) % self._ranks.size)
+        shapes = [with_positions(tensor, length) for tensor in self.tensors]
+        self._arriving.append((self._ranks.shift(self._flat, sum(shape.numel() for shape in shapes)), shapes))
+
+    def receive(self) -> None:
+        """Puts what the rank before has sent since, if anything, in their place."""
+        while self._arriving:
+            arriving, shapes = self._arriving.pop()
+            self._hold(arriving.wait(), shapes)
 
 
 def _scores(mask: Tensor | None, order: RingOrder, other: int, block: Block, scale: float) -> Scores:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hybrid.collectives.tensors import LinearMap
+from lightning_hybrid.collectives.tensors import LinearMap, all_gather_single, reduce_scatter_single
 from lightning_hybrid.params.placement import Shard, embed_in_zeros, join, padded, shard_tensor
 from lightning_hybrid.shared_memory.collectives import shared_memory
 from lightning_hybrid.tensor.plan import Axis
@@ -22,12 +22,19 @@ class Ranks:
     Attributes:
         rank: The number of this rank among them.
         size: The number of ranks.
+        overlaps: Whether a sum runs while this rank computes.
     """
 
     rank, size = 0, 1
+    overlaps = False
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums a contiguous tensor of any shape over the ranks, in place."""
+
+    def start_all_reduce(self, tensor: Tensor) -> Arriving:
+        """Begins to sum a contiguous tensor of any shape over the ranks, in place."""
+        self.all_reduce(tensor)
+        return Arriving(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in their order; all have one shape."""
@@ -36,6 +43,32 @@ class Ranks:
     def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
         return blocks
+
+    def reduce_scatter(self, blocks: list[Tensor]) -> Tensor:
+        """Sums over the ranks their blocks for this rank; a block for one rank has one shape on all of them."""
+        total, *rest = self.exchange(blocks, [blocks[self.rank].shape] * self.size)
+        for block in rest:
+            total = total + block
+        return total
+
+    def shift(self, flat: Tensor, numel: int) -> Arriving:
+        """Sends a flat tensor to the next rank; one of ``numel`` elements arrives from the rank before."""
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        none, shapes = flat[:0], [torch.Size((numel if rank == before else 0,)) for rank in range(self.size)]
+        return Arriving(self.exchange([flat if k == following else none for k in range(self.size)], shapes)[before])
+
+
+class Arriving:
+    """A tensor that other ranks send or add to while this one computes."""
+
+    def __init__(self, tensor: Tensor, *works: dist.Work) -> None:
+        self._tensor, self._works = tensor, works
+
+    def wait(self) -> Tensor:
+        """The tensor, of the shape that was expected, once it is complete."""
+        for work in self._works:
+            work.wait()
+        return self._tensor
 
 
 ONE_RANK = Ranks()
@@ -50,6 +83,8 @@ class GroupRanks(Ranks):
         self._memory = shared_memory(group)
         self.rank = group.rank()
         self.size = group.size()
+        # gloo's reduce-scatter is an all-reduce, of twice the bytes.
+        self._reduces_shares = dist.get_backend(group) != "gloo"
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums a contiguous tensor of any shape over the ranks, in place."""
@@ -58,27 +93,61 @@ class GroupRanks(Ranks):
         else:
             dist.all_reduce(_as_real(tensor), group=self.group)
 
+    @property
+    def overlaps(self) -> bool:  # type: ignore[override]
+        """Whether a sum runs while this rank computes."""
+        return self._memory is None and self.size > 1
+
+    def start_all_reduce(self, tensor: Tensor) -> Arriving:
+        """Begins to sum a contiguous tensor of any shape over the ranks, in place."""
+        if not self.overlaps:
+            return super().start_all_reduce(tensor)
+        work = dist.all_reduce(_as_real(tensor), group=self.group, async_op=True)
+        return Arriving(tensor, work)
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in their order; all have one shape."""
         if self._memory is not None:
             return self._memory.all_gather(tensor.contiguous())
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather([_as_real(block) for block in gathered], _as_real(tensor.contiguous()), group=self.group)
-        return gathered
+        flat = tensor.new_empty(self.size * tensor.numel())
+        all_gather_single(_as_real(flat), _as_real(tensor.reshape(-1)), group=self.group)
+        return list(flat.view(self.size, *tensor.shape).unbind())
 
     def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
-        sent = [_as_real(block.contiguous()).reshape(-1) for block in blocks]
-        real = [(*shape, 2) if blocks[0].is_complex() else tuple(shape) for shape in shapes]
-        counts = [prod(shape) for shape in real]
+        counts = [shape.numel() for shape in shapes]
         if self._memory is not None:
-            received = self._memory.exchange(sent, counts)
+            real = [_as_real(block.reshape(-1)).view(-1) for block in blocks]
+            each = 2 if blocks[0].is_complex() else 1
+            received = self._memory.exchange(real, [each * count for count in counts])
+            if blocks[0].is_complex():
+                received = [torch.view_as_complex(block.view(-1, 2)) for block in received]
         else:
-            flat = sent[0].new_empty(sum(counts))
-            dist.all_to_all_single(flat, torch.cat(sent), counts, [block.numel() for block in sent], group=self.group)
+            flat, sent = blocks[0].new_empty(sum(counts)), [block.numel() for block in blocks]
+            dist.all_to_all_single(_as_real(flat), _as_real(_joined(blocks)), counts, sent, group=self.group)
             received = list(flat.split(counts))
-        found = [block.view(shape) for block, shape in zip(received, real, strict=True)]
-        return [torch.view_as_complex(block) for block in found] if blocks[0].is_complex() else found
+        return [block.view(shape) for block, shape in zip(received, shapes, strict=True)]
+
+    def reduce_scatter(self, blocks: list[Tensor]) -> Tensor:
+        """Sums over the ranks their blocks for this rank; a block for one rank has one shape on all of them."""
+        if not self._reduces_shares:
+            return super().reduce_scatter(blocks)
+        own, width = blocks[self.rank], max(block.numel() for block in blocks)
+        if len({block.shape for block in blocks}) > 1:  # rows of a message have one length
+            blocks = [F.pad(block.reshape(-1), (0, width - block.numel())) for block in blocks]
+        total = own.new_empty(width)
+        reduce_scatter_single(_as_real(total), _as_real(_joined(blocks)), group=self.group)
+        return total[: own.numel()].view(own.shape)
+
+    def shift(self, flat: Tensor, numel: int) -> Arriving:
+        """Sends a flat tensor to the next rank; one of ``numel`` elements arrives from the rank before."""
+        if self._memory is not None or self.size == 1:
+            return super().shift(flat, numel)
+        sent, counts = [0] * self.size, [0] * self.size
+        sent[(self.rank + 1) % self.size], counts[(self.rank - 1) % self.size] = flat.numel(), numel
+        received = flat.new_empty(numel)
+        work = dist.all_to_all_single(_as_real(received), _as_real(flat), counts, sent, group=self.group, async_op=True)
+        return Arriving(received, work)
 
 
 def as_ranks(group: dist.ProcessGroup | Ranks) -> Ranks:
@@ -113,6 +182,13 @@ def paired(outer: Ranks, inner: Ranks) -> Ranks:
     if inner.size == 1:
         return outer
     return inner if outer.size == 1 else PairedRanks(outer, inner)
+
+
+def _joined(blocks: list[Tensor]) -> Tensor:
+    """The flat blocks one after another; views of one shape are copied once."""
+    if len({block.shape for block in blocks}) == 1:
+        return torch.stack(blocks).view(-1)
+    return torch.cat([block.reshape(-1) for block in blocks])
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -107,13 +107,13 @@ def test_log_sum_exp_of_the_first_block_alone(monkeypatch):
 
 def test_gradients_of_keys_stay_at_the_wrong_rank(monkeypatch):
     plan, proof = rotary()
-    pass_on = ring._Passed.pass_on
+    send = ring._Passed.send
 
     def wrong(passed, current):
         is_last = current == (passed._ranks.rank + 1) % passed._ranks.size
-        return None if is_last else pass_on(passed, current)
+        return None if is_last else send(passed, current)
 
-    monkeypatch.setattr(ring._Passed, "pass_on", wrong)
+    monkeypatch.setattr(ring._Passed, "send", wrong)
     assert proof.first_failure(plan) is not None
 
 

@@ -11,6 +11,7 @@ data, while the shapes of all results do not depend on it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -80,15 +81,13 @@ def grouped_mlp(
     keep = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (rows, up, up_bias, down, down_bias)
     )
+    counts = counts.cpu()  # the one copy of a forward and its backward
     out: Tensor = _forward(rows, counts, up, up_bias, down, down_bias, activation, gated, keep)[0]
     return out
 
 
-def _bounds(counts: Tensor, num_rows: int) -> Iterator[tuple[int, int, int]]:
+def _bounds(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yields expert, start and stop of its rows, for each expert with rows."""
-    numbers: Sequence[int] = counts.tolist()
-    if sum(numbers) != num_rows:
-        raise ValueError(f"counts of rows sum to {sum(numbers)}, but there are {num_rows} rows; pass one per row")
     start = 0
     for expert, count in enumerate(numbers):
         if count:
@@ -96,8 +95,12 @@ def _bounds(counts: Tensor, num_rows: int) -> Iterator[tuple[int, int, int]]:
         start += count
 
 
-def _largest(counts: Tensor) -> int:
-    return int(counts.max()) if counts.numel() else 0
+def _numbers(counts: Tensor, num_rows: int) -> list[int]:
+    """The counts, on the host, as numbers."""
+    numbers: list[int] = counts.tolist()
+    if sum(numbers) != num_rows:
+        raise ValueError(f"counts of rows sum to {sum(numbers)}, but there are {num_rows} rows; pass one per row")
+    return numbers
 
 
 def _saved_buffers(rows: Tensor, up: Tensor) -> list[Tensor]:
@@ -141,13 +144,14 @@ def _forward(
     function = ACTIVATIONS[activation]
     width = down.shape[2]
     out = rows.new_empty(rows.shape[0], down.shape[1])
-    largest = _largest(counts)
+    numbers = _numbers(counts, rows.shape[0])
+    largest = max(numbers, default=0)
     saved = _saved_buffers(rows, up) if keep else []
     spare = rows.new_empty(0 if keep else largest, up.shape[1])
     in_place = _saves_result(function, gated)
     scratch = rows.new_empty(0 if in_place else largest, width)
     ups, downs = up.unbind(0), down.unbind(0)
-    for expert, start, stop in _bounds(counts, rows.shape[0]):
+    for expert, start, stop in _bounds(numbers):
         for first, last, before in _pieces(saved, start, stop) if keep else [(start, stop, spare[: stop - start])]:
             torch.mm(rows[first:last], ups[expert].t(), out=before)
             if up_bias is not None:
@@ -181,22 +185,22 @@ def _backward(
     gated: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes gradients of rows, up, up_bias, down and down_bias; empty where not needed."""
+    """Computes gradients of rows, up, up_bias, down and down_bias; empty where not needed. The host has the counts."""
     needs_rows, needs_up, needs_up_bias, needs_down, needs_down_bias = needs
     function = ACTIVATIONS[activation]
     width = down.shape[2]
     grad_rows, grad_up, grad_up_bias, grad_down, grad_down_bias = results = _gradients(rows, up, down, needs)
-    largest = _largest(counts)
+    numbers: list[int] = counts.tolist()
+    largest = max(numbers, default=0)
     inner = needs_rows or needs_up or needs_up_bias
     is_result = _saves_result(function, gated)
     after_scratch = rows.new_empty(largest, width)
     before_scratch = rows.new_empty(largest if inner or gated else 0, up.shape[1])
     ups, downs, grad_ups, grad_downs = up.unbind(0), down.unbind(0), grad_up.unbind(0), grad_down.unbind(0)
-    for expert in (counts == 0).nonzero().flatten().tolist():
-        for gradient, needed in zip(results[1:], needs[1:], strict=True):
-            if needed:
-                gradient[expert].zero_()
-    for expert, start, stop in _bounds(counts, rows.shape[0]):
+    for expert in [expert for expert, count in enumerate(numbers) if not count]:
+        for gradient in itertools.compress(results[1:], needs[1:]):
+            gradient[expert].zero_()
+    for expert, start, stop in _bounds(numbers):
         count = stop - start
         above = grad[start:stop]
         if needs_down_bias:
@@ -290,7 +294,7 @@ def _composed(
     """Computes ``grouped_mlp`` by native operations of torch, which autograd can differentiate twice."""
     function = ACTIVATIONS[activation].plain
     pieces = [rows.new_empty(0, down.shape[1])]
-    for expert, start, stop in _bounds(counts, rows.shape[0]):
+    for expert, start, stop in _bounds(_numbers(counts, rows.shape[0])):
         before = F.linear(rows[start:stop], up[expert], None if up_bias is None else up_bias[expert])
         if gated:
             first, second = before.chunk(2, dim=1)
@@ -309,7 +313,10 @@ class GroupedExperts(nn.Module):
         down: [E, D, H].
         up_bias: [E, H or 2H], or None.
         down_bias: [E, D], or None.
+        counts_on_host: Whether counts are best given on the host, where they are read.
     """
+
+    counts_on_host = True
 
     def __init__(
         self,

@@ -81,6 +81,8 @@ class UpcycledMLP(nn.Module):
 class ListedExperts(nn.Module):
     """Experts of any class, each called with its rows; has the interface of `GroupedExperts`."""
 
+    counts_on_host = True
+
     def __init__(self, experts: list[nn.Module], *, takes_rows: bool) -> None:
         """Take ``experts`` (the modules), ``takes_rows`` (whether they take [rows, dim], or need [1, rows, dim])."""
         super().__init__()

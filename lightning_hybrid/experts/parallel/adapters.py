@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import UnsupportedExpertCalls
 from lightning_hybrid.experts.moe.dispatch import combine, dispatch_all_pairs, gather_rows
+from lightning_hybrid.experts.moe.routers import count
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.module_state.snapshots import TensorSnapshot
@@ -217,7 +218,7 @@ class BatchedPairs(_Batched):
         shape, k = hidden.shape, which.shape[-1]
         hidden = hidden.reshape(-1, shape[-1])
         numbers = which.reshape(-1).clamp(0, self.num_experts)
-        counts = torch.bincount(numbers, minlength=self.num_experts + 1)[: self.num_experts]
+        counts = count(numbers.to(torch.int64), self.num_experts + 1)[: self.num_experts]
         pairs = dispatch_all_pairs(numbers.view(-1, k), weights.reshape(-1, k), counts)
         out = exchange(gather_rows(hidden, pairs), counts)
         if missing := numbers.shape[0] - out.shape[0]:  # pairs without an expert come after all others
@@ -259,8 +260,10 @@ class BatchedRows(_Batched):
         """Applies experts to rows sorted by expert, others of this rank to none: shape [R, D] -> [R, D']."""
         num_local = next(module.parameters()).shape[0]
         numbers = [0] * first + list(counts) + [0] * (num_local - first - len(counts))
-        local_counts = numbers if self._as_list else torch.tensor(numbers, device=rows.device)
-        return self._call(module, forward, {"rows": rows, "counts": local_counts})
+        counted: Any = numbers if self._as_list else torch.tensor(numbers)
+        if not (self._as_list or getattr(module, "counts_on_host", False)):
+            counted = counted.to(rows.device)
+        return self._call(module, forward, {"rows": rows, "counts": counted})
 
 
 class ExpertList(ExpertsAdapter):

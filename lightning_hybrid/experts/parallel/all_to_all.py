@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.collectives.tensors import all_gather_single
+
 # (rows [R, D] sorted by expert, row count of each expert, local index of the first of these experts) -> [R, D'].
 Compute = Callable[[Tensor, Sequence[int], int], Tensor]
 
@@ -44,10 +46,11 @@ class ExpertAllToAll:
         same on every rank. The results, [sum of counts, D'], are in the order of the rows.
         """
         size, rank = self._group.size(), self._group.rank()
-        all_counts = [torch.empty_like(counts) for _ in range(size)]
-        dist.all_gather(all_counts, counts.contiguous(), group=self._group)
+        all_counts = counts.new_empty(size * counts.numel())
+        all_gather_single(all_counts, counts.contiguous(), group=self._group)
         num_local = counts.numel() // size
-        numbers = torch.stack(all_counts).view(size, size, num_local).tolist()  # [source][owner][expert of the owner]
+        # [source][owner][expert of the owner]: the one copy to the host of an exchange, forward and backward
+        numbers = all_counts.view(size, size, num_local).tolist()
         sent, received = numbers[rank], [of_source[rank] for of_source in numbers]
         rows = rows[: sum(map(sum, sent))]
         bounds = _chunk_bounds(num_local, self._chunks)

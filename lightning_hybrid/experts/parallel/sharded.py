@@ -200,8 +200,8 @@ class ShardedExperts:
         """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks."""
         votes = on_group_device(torch.tensor([num_microbatches, -num_microbatches]), self.sharding.group)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.sharding.group)
-        most, fewest = votes[0].item(), -votes[1].item()
-        if most != fewest:
+        most, least = votes.tolist()
+        if most != (fewest := -least):
             raise UnequalMicrobatches(
                 f"replicas that share experts must run their layers equally often, but their batches have {fewest} to"
                 f" {most} microbatches ({num_microbatches} here); give them batches of equal size, or set"

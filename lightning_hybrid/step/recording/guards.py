@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy
@@ -38,35 +39,105 @@ def modules_around(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
 
 def plain_state(modules: Sequence[nn.Module]) -> list[Any]:
     """The numbers, strings, lengths and generator states in the attributes of modules."""
-    found: list[Any] = []
-    visited: set[int] = set()  # layers share their configuration object
-    for module in modules:
-        for name, value in module.__dict__.items():
-            if name in _OF_EVERY_MODULE or not is_state(name):
-                continue
-            if type(value) in PLAIN:
-                found.append(value)
+    return PlainState(modules).values
+
+
+class PlainState:
+    """The numbers, strings, lengths and generator states in the attributes of modules.
+
+    A container is compared by its entries: by identity those that were read, by type those that have nothing to read.
+
+    Attributes:
+        values: What was read.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.values: list[Any] = []
+        self._visited: set[int] = set()  # layers share their configuration object
+        self._mappings: list[tuple[Any, tuple[Any, ...], _Entries, _Entries]] = []  # with their keys
+        self._sequences: list[tuple[Any, int, list[Any]]] = []
+        self._is_volatile = not modules
+        for module in modules:
+            attributes = module.__dict__
+            names = [name for name in attributes if name not in _OF_EVERY_MODULE and is_state(name)]
+            self._keep_entries(attributes, ["training", *names])
+            self._keep_entries(module._modules, list(module._modules), read=False)
+            for value in [attributes[name] for name in names]:
+                if type(value) in PLAIN:
+                    self.values.append(value)
+                else:
+                    self._collect(value, 0)
+        if self._is_volatile:
+            self._mappings, self._sequences = [], []
+
+    def is_current(self) -> bool:
+        """Whether the modules, and their attributes, are still as they were read."""
+        if self._is_volatile:
+            return False
+        for mapping, keys, same, of_type in self._mappings:
+            if tuple(mapping) != keys or not all(map(is_, same.get(mapping), same.wanted)):
+                return False
+            if of_type.wanted and not all(map(is_, map(type, of_type.get(mapping)), of_type.wanted)):
+                return False
+        return all(
+            len(sequence) == length and all(map(is_, _marks(_last_of(sequence)), marks))
+            for sequence, length, marks in self._sequences
+        )
+
+    def _keep_entries(self, mapping: Any, keys: Sequence[Any], *, read: bool = True) -> None:
+        same = [key for key in keys if not read or _is_read(mapping[key])]
+        others = [key for key in keys if read and not _is_read(mapping[key])]
+        of_type = _Entries(others, mapping)
+        self._mappings.append((mapping, tuple(mapping), _Entries(same, mapping), of_type.by_type()))
+
+    def _collect(self, value: Any, depth: int) -> None:
+        inner = value if type(value) is tuple else inside(value)
+        if inner is None or depth > _DEEPEST:
+            if is_generator(value):
+                self._is_volatile = True
+                self.values.append(generator_state(value))
+            return
+        if id(inner) in self._visited:
+            return
+        self._visited.add(id(inner))
+        self.values.append(len(inner))
+        items = list(inner.values() if isinstance(inner, dict) else _last_of(inner)) if inner else []
+        if isinstance(inner, dict):
+            self._keep_entries(inner, list(inner))
+        elif type(inner) is not tuple:
+            self._sequences.append((inner, len(inner), _marks(items)))
+        for item in items:
+            if type(item) in PLAIN:
+                self.values.append(item)
+            elif isinstance(item, Tensor):
+                self._is_volatile = True  # its container is not kept, which would keep it from being freed
             else:
-                _collect_state(value, found, visited, 0)
-    return found
+                self._collect(item, depth + 1)
 
 
-def _collect_state(value: Any, found: list[Any], visited: set[int], depth: int) -> None:
-    inner = value if type(value) is tuple else inside(value)
-    if inner is None or depth > _DEEPEST:
-        if is_generator(value):
-            found.append(generator_state(value))
-        return
-    if id(inner) in visited:
-        return
-    visited.add(id(inner))
-    found.append(len(inner))
-    items = list(inner.values() if isinstance(inner, dict) else inner) if inner else []
-    for item in items[-_LAST:] if isinstance(inner, list) else items:
-        if type(item) in PLAIN:
-            found.append(item)
-        elif not isinstance(item, Tensor):
-            _collect_state(item, found, visited, depth + 1)
+class _Entries:
+    """Some entries of a mapping, fetched without Python code for each: an attribute costs 30 ns."""
+
+    def __init__(self, keys: Sequence[Any], mapping: Any) -> None:
+        self.get: Any = itemgetter(*keys, *keys[:1]) if keys else tuple
+        self.wanted: list[Any] = list(self.get(mapping)) if keys else []
+
+    def by_type(self) -> _Entries:
+        """These entries, with their types wanted."""
+        self.wanted = list(map(type, self.wanted))
+        return self
+
+
+def _is_read(value: Any) -> bool:
+    return type(value) in PLAIN or type(value) is tuple or inside(value) is not None
+
+
+def _marks(items: Sequence[Any]) -> list[Any]:
+    return [item if _is_read(item) else type(item) for item in items]
+
+
+def _last_of(sequence: Any) -> Any:
+    return sequence[-_LAST:] if isinstance(sequence, list) else list(sequence)
 
 
 class UnguardedReads:

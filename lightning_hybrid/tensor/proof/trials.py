@@ -270,7 +270,7 @@ class ThreadRanks(Ranks):
     def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one tensor to each rank; returns the tensor from each rank, in these shapes."""
         group = self._group
-        group.slots[self.rank] = [tensor.detach() for tensor in blocks]
+        group.slots[self.rank] = [tensor.detach().contiguous() for tensor in blocks]
         group.barrier.wait()
         received = [sent[self.rank] for sent in group.slots]
         group.barrier.wait()

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.params.placement import Shard, shard_tensor
@@ -30,6 +29,7 @@ from lightning_hybrid.tensor.collectives import Ranks, Readers, enter, gather, l
 from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.region import AroundDraw, mark, tensors_in
 from lightning_hybrid.tensor.runtime.attention import sharded_attention
+from lightning_hybrid.tensor.runtime.columns import Product
 from lightning_hybrid.tensor.runtime.mode import RegionMode
 
 
@@ -69,6 +69,16 @@ class RegionInputs:
         self._entered[id(tensor), ranks.size] = (tensor, tensor._version, inside, readers)
         self.remember(inside)
         return inside
+
+    def multiply(self, product: Product, x: Tensor, ranks: Ranks) -> Tensor:
+        """The product of a value with a weight, ``(..., out features)``; by the first one it enters the region."""
+        is_known = (id(x), ranks.size) in self._entered
+        if is_known or not product.can_enter(x, ranks):
+            return product(self.enter(x, ranks, fresh=True), True)
+        out, inside = product.enter(x, ranks)
+        self._entered[id(x), ranks.size] = (x, x._version, inside, Readers())
+        self.remember(inside)
+        return out
 
     def remember(self, inside: Tensor) -> None:
         """Registers a value, of any shape, that is in the region already."""
@@ -124,7 +134,7 @@ class ParallelLinears:
         if role == "attention":
             return self._attention_forward(fqn)
         linear = self._plan.linears[fqn]
-        run = convolution_of(module) if linear.is_convolution else partial(product_of, module, linear)
+        run = convolution_of(module) if linear.is_convolution else Product(module, linear)
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
         return partial(self._bypass_mode, partial(forward, linear, run))
 
@@ -170,6 +180,8 @@ class ParallelLinears:
         if is_sharded and isinstance(self.sequence, ShardedSequence) and self.sequence.inner is not None:
             x = self.sequence.represent(x, of_region=True)
         with save_local_shard(x):
+            if isinstance(run, Product) and not args and not kwargs:
+                return self._inputs.multiply(run, x, self._ranks)
             return run(self._inputs.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
 
     def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -236,14 +248,6 @@ class ParallelLinears:
                 saved.enter_context(save_local_shard(tensor))
             enter = partial(self._inputs.enter, ranks=ranks)
             return sharded_attention(module, ranks, enter, summed, self._around_draw, *args, ring=attend, **kwargs)
-
-
-def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:
-    """Multiplies ``(..., in features)`` by the module's local shard of the weight."""
-    weight = module._parameters["weight"]
-    assert weight is not None
-    bias = module._parameters.get("bias") if with_bias else None
-    return F.linear(x, weight if linear.out_dim == 0 else weight.t(), bias)
 
 
 def convolution_of(module: nn.Module) -> Callable[..., Tensor]:

@@ -36,7 +36,7 @@ from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.modules import copied
 from lightning_hybrid.step.objects.names import READS
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
-from lightning_hybrid.step.recording.guards import plain_state
+from lightning_hybrid.step.recording.guards import PlainState
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.asides import taking_asides
 from lightning_hybrid.step.tracing.lines import TorchCall, TorchCallSites, is_user_frame, user_call_sites
@@ -108,6 +108,8 @@ class ProvedCalls:
         self._unit, self._calls, self._runner, self._prove, self._isolated = unit, calls, runner, prove, isolated
         self._checked: BoundedLRUDict[Hashable, str] = BoundedLRUDict(_MOST_KEYS)
         self._num_compared = 0
+        self._state = PlainState([])
+        self._state_key: Hashable = ()
 
     def first_deviation(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Where a forward does something that was not proved, in words; "" if it does not."""
@@ -118,19 +120,28 @@ class ProvedCalls:
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """The values that a forward may branch on: plain arguments and attributes, shapes, modules, torch's modes."""
+        if not self._state.is_current():
+            self._state, self._state_key = self._read_state()
+        inputs = len(args), *kwargs, *[_signature_of(leaf) for leaf in flatten_call(args, kwargs)[0]]
+        switches = torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
+        return inputs, switches, self._state_key
+
+    def _read_state(self) -> tuple[PlainState, Hashable]:
+        """The state of the unit, and its key."""
         named = list(self._unit.named_modules())
         modules = [module for _, module in named]
-        inputs = len(args), *kwargs, *[_signature_of(leaf) for leaf in flatten_call(args, kwargs)[0]]
         attributes = [
-            _attribute_key(value)
+            value
             for module in modules
             for name, value in module.__dict__.items()
             if type(value) not in PLAIN and is_state(name)
         ]
         # Every rank must find the same keys new: nothing here is distinguished by its address.
-        kinds = tuple([(fqn, type(module).__qualname__) for fqn, module in named])
-        switches = torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
-        return inputs, switches, kinds, tuple(filter(None, attributes)), tuple(plain_state(modules))
+        kinds = tuple([(fqn, type(module).__qualname__, module.training) for fqn, module in named])
+        state = PlainState(modules)
+        key = kinds, tuple(filter(None, map(_attribute_key, attributes))), tuple(state.values)
+        # The entries of an array may change in place.
+        return PlainState([]) if any(isinstance(value, numpy.ndarray) for value in attributes) else state, key
 
     def _check(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         path, failure, found = TorchCallSites(), "", None

@@ -14,6 +14,7 @@ from lightning_hybrid.tensor.collectives import leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.proof.proof import proof_of
 from lightning_hybrid.tensor.runtime import linears as linears
+from lightning_hybrid.tensor.runtime.columns import Product
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears
 from lightning_hybrid.tensor.search.unit import plan_unit
 from models.tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
@@ -86,18 +87,19 @@ class OtherInEval(nn.Module):
 
 
 def test_weight_gradient_wrong_in_eval_mode_only(monkeypatch):
-    product_of = linears.product_of
+    call = Product.__call__
 
-    def wrong_in_eval(module, linear, x, with_bias):
+    def wrong_in_eval(product, x, with_bias):
+        module = product._module
         weight = module.weight
         if module.training or not weight.requires_grad:
-            return product_of(module, linear, x, with_bias)
+            return call(product, x, with_bias)
         doubled = weight * 1.0
         doubled.register_hook(lambda grad: 2 * grad)
         return nn.functional.linear(x, doubled, module.bias if with_bias else None)
 
     plan, proof = planned(OtherInEval())
-    monkeypatch.setattr(linears, "product_of", wrong_in_eval)
+    monkeypatch.setattr(Product, "__call__", wrong_in_eval)
     assert "weight in eval mode, with gradients" in proof.first_failure(plan)
 
 

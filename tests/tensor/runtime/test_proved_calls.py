@@ -1,6 +1,7 @@
 """Trials of a layer in a run leave nothing behind, and find what differs from the full layer."""
 
 import gc
+import sys
 import weakref
 from functools import partial
 
@@ -117,3 +118,91 @@ def test_reads_of_values(name):
     with TorchCallSites() as path:
         (x + 1).sum()
     assert value_read_in(path.calls) == ""
+
+
+class Configured:
+    """As a configuration that all layers of a model share."""
+
+    def __init__(self):
+        self.scale, self.sizes, self.names = 2, [1, 2, 3], {"act": "gelu"}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.index, self.kept, self.hooked = Configured(), 3, None, ()
+        self.inner = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def num_function_calls(run):
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+def test_a_known_call_costs_little_python():
+    layer, args = Block(), (torch.ones(2, 3),)
+    calls = checks_of(layer, args)
+    first, later = (
+        num_function_calls(lambda: calls.first_deviation(layer.forward, layer.forward, args, {})) for _ in range(2)
+    )
+    assert later < 100 < first / 10
+
+
+def rebound(layer):
+    layer.config = Configured()
+    layer.config.scale = 3
+
+
+CHANGES = {
+    "attribute": lambda layer: setattr(layer, "index", 4),
+    "new attribute": lambda layer: setattr(layer, "other", 4),
+    "attribute removed": lambda layer: delattr(layer, "index"),
+    "attribute of its configuration": lambda layer: setattr(layer.config, "scale", 3),
+    "another configuration": rebound,
+    "entry of a list": lambda layer: layer.config.sizes.__setitem__(1, 5),
+    "longer list": lambda layer: layer.config.sizes.append(4),
+    "entry of a dict": lambda layer: layer.config.names.update(act="relu"),
+    "attribute of a module inside": lambda layer: setattr(layer.inner[2], "in_features", 4),
+    "module added": lambda layer: layer.inner.append(nn.ReLU()),
+    "module replaced": lambda layer: layer.inner.__setitem__(2, nn.Identity()),
+    "mode of a module": lambda layer: layer.inner[2].eval(),
+    "hook": lambda layer: layer.inner[2].register_forward_hook(lambda *_: None),
+    "tensor kept": lambda layer: setattr(layer, "kept", torch.ones(3)),
+    "container kept": lambda layer: setattr(layer, "hooked", [1]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change_of_state_is_seen(name):
+    layer, args = Block(), (torch.ones(2, 3),)
+    calls = checks_of(layer, args)
+    before = calls._key(args, {})
+    assert calls._key(args, {}) == before
+    CHANGES[name](layer)
+    assert calls._key(args, {}) != before
+    assert calls._key(args, {}) == checks_of(layer, args)._key(args, {})
+
+
+class Keeper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.past, self.noise = {"keys": torch.ones(2)}, numpy.zeros(2)
+
+
+def test_state_that_may_change_in_place_is_read_each_time():
+    layer = Keeper()
+    calls = checks_of(layer, ())
+    before = calls._key((), {})
+    layer.noise[1] = 3
+    assert calls._key((), {}) != before
+    held = weakref.ref(layer.past["keys"])
+    layer.past = {}
+    assert held() is None
