@@ -109,6 +109,9 @@ class StepResultExchange:
             self._measured.pop(key, None)
         measured = self._measured, self._weighting.keys
         batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs, *measured)
+        for key, entry in keyed(self._entries):
+            if entry.value is not None and batch.is_mean(entry.value):  # such as one over equal counts
+                self._nearest.pop(key, None)
         self._metrics.finish_all(batch)
         self._combined_keys |= batch.guessed
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
