@@ -30,6 +30,8 @@ _DEEPEST = 4
 # Hooks around a forward may be part of the step; other attributes that every module has are not.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
 
+_OF_THE_RUN = "_hybrid_"  # calls to loggers that wait, say: no code of the user reads them
+
 
 def modules_around(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The modules whose code is glue, by FQN: those outside of units and metrics."""
@@ -60,6 +62,7 @@ class PlainState:
         for module in modules:
             attributes = module.__dict__
             names = [name for name in attributes if name not in _OF_EVERY_MODULE and is_state(name)]
+            names = [name for name in names if not name.startswith(_OF_THE_RUN)]
             self._keep_entries(attributes, ["training", *names])
             self._keep_entries(module._modules, list(module._modules), read=False)
             for value in [attributes[name] for name in names]:
