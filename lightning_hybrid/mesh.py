@@ -132,6 +132,11 @@ class Mesh:
             raise ValueError(f"the mesh has no axis {axis!r}; use one of {', '.join(self._submeshes)}")
         return self._submeshes[axis].get_group()
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of all axes; axes of experts exist only where ranks share experts."""
+        return tuple(self._submeshes)
+
     def size(self, axis: str) -> int:
         """The number of ranks along an axis."""
         return self.group(axis).size()

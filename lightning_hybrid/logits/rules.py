@@ -27,6 +27,8 @@ def rule_of(func: Any) -> Rule | None:
     packet = func.overloadpacket
     if packet in _RULES:
         return _RULES[packet]
+    if packet is aten.equal:  # a bool of all rows
+        return None
     if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
         return _in_place if func._schema.is_mutable else _pointwise
     return None

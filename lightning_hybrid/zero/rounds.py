@@ -41,7 +41,7 @@ class GatherRounds:
         """
         # For rows in host memory, and for parameters; no other collectives go through these.
         self._headers = mesh.dedicated_group("dp_shard", "headers of gathers", "gloo")
-        axes = ("dp_shard", "ep_shard") if mesh.size("ep") > 1 else ("dp_shard",)  # experts have fewer replicas
+        axes = [axis for axis in ("dp_shard", "ep_shard") if axis in mesh.axes]  # experts have fewer replicas
         gathers = {mesh.group(axis): mesh.dedicated_group(axis, "gathers") for axis in axes}
         self._groups, self._reductions = list(groups), reductions
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
