@@ -239,7 +239,11 @@ def test_counts_of_rows_are_copied_to_the_host_once_per_exchange(worlds, case, l
 
 SYNCS = [
     pytest.param({"dp": 2, "strategy": BY_LAYER}, "zero"),
-    pytest.param({"pp": 2}, "pipeline"),
+    pytest.param(
+        {"pp": 2},
+        "pipeline",
+        marks=pytest.mark.xfail(strict=True, reason="with 4 microbatches a batch is searched for ignored labels"),
+    ),
     pytest.param({"dp": 2}, "batch"),
     pytest.param({"tp": 2}, "tensor"),
     pytest.param({"cp": 2}, "sequence"),
