@@ -80,7 +80,7 @@ class ReadGuards:
 
     @contextlib.contextmanager
     def off_in_backwards(self) -> Iterator[None]:
-        """Inside, turn the guards off during each backward, whoever calls it."""
+        """Inside, turn the guards off during each backward, of user code too."""
         original = torch.autograd.backward
 
         def backward(*args: Any, **kwargs: Any) -> None:

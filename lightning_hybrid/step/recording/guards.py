@@ -63,7 +63,7 @@ class PlainState:
             attributes = module.__dict__
             names = [name for name in attributes if name not in _OF_EVERY_MODULE and is_state(name)]
             names = [name for name in names if not name.startswith(_OF_THE_RUN)]
-            mode = [name for name in ("training",) if name in attributes]  # a compiled module has that of its original
+            mode = [name for name in ("training",) if name in attributes]  # a compiled module has its original's
             self._keep_entries(attributes, [*mode, *names])
             self._keep_entries(module._modules, list(module._modules), read=False)
             for value in [attributes[name] for name in names]:

@@ -136,7 +136,7 @@ def read_in_later_hooks(
 ) -> Callable[[], None]:
     """Let later hooks of the user on an optimizer's steps read full parameters and gradients; return the undo.
 
-    ``reads`` are none in a step that calls optimizers itself, which has full ones. ``state`` is that of the module.
+    ``reads`` are none in a step that calls optimizers itself, which has full ones. ``state`` is the module's.
     """
     original, where = optimizer.step, f"a hook on {type(optimizer).__name__}.step"
 

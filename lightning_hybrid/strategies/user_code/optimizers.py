@@ -91,7 +91,7 @@ def search_by_mean_loss(optimizer: Optimizer, mesh: Mesh) -> Callable[[], None]:
 def step_local_shards(optimizer: Optimizer, guards: ReadGuards, states: Sequence[FullStates]) -> Callable[[], None]:
     """Let an optimizer that the user's step calls see shards, where the step sees full tensors; return the undo.
 
-    ``states`` are those of this optimizer that are shards.
+    ``states`` make the sharded states of this optimizer full for code of the user; none if it has no shards.
     """
     original, zero_grad = optimizer.step, optimizer.zero_grad
 

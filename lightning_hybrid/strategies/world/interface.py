@@ -28,7 +28,7 @@ def interface_to(address: str, num_nodes: int) -> str:
     """Return the interface from which this host reaches another one, by IPv4; "" if it has none, and outside Linux.
 
     A host that knows its own name by the loopback, as Debian sets them up, is reached from other nodes over its only
-    network, or else over that of the default route.
+    network, or else over the network of the default route.
     """
     name = _route_to(address)
     if num_nodes == 1 or not name.startswith(_LOOPBACK):

@@ -235,10 +235,9 @@ class RankWorld:
         Raises:
             RanksDisagree: The file is on some nodes only; raised on every rank.
         """
-        found = self._texts("" if path is None else str(path))
-        missing = [rank for rank, text in enumerate(found) if not text]
-        if missing and len(missing) < len(found):
-            first = next(filter(None, found))
+        if all(self.any_of(path is None, path is not None)):
+            found = self._texts("" if path is None else str(path))
+            missing, first = [rank for rank, text in enumerate(found) if not text], next(filter(None, found))
             raise RanksDisagree(
                 f"ranks {missing} find no checkpoint, and others go on from {first}; save where all nodes"
                 " find it, or copy it to each of them",

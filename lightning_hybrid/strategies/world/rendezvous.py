@@ -25,7 +25,7 @@ from lightning_hybrid.mesh import Mesh
 
 # The others usually come within this time; then it is asked whether they may not.
 _SECONDS_TO_ASK = 0.1
-# Outside of a run nobody records progress: the others have this time to come.
+# Outside of a run no rank records progress: the others have this time to come.
 _SECONDS_OUTSIDE_OF_RUNS = 4.0
 _SECONDS_UNTIL_TOLD = 10.0
 # The latest collectives that some rank of a replica, or of the world, has gone on to: one key for each of so many.
