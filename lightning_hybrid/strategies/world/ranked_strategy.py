@@ -19,7 +19,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -40,8 +39,8 @@ from lightning_hybrid.strategies.options.auto_sizes import (
 )
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.world.failures import check_connections
-from lightning_hybrid.strategies.world.forked import ForkedRanksLauncher
 from lightning_hybrid.strategies.world.interface import name_interface
+from lightning_hybrid.strategies.world.launchers import ForkedRanksLauncher, ScriptLauncher
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
 
@@ -235,7 +234,7 @@ class RankedStrategy(ParallelStrategy):
         if self.options.start_method != "popen":
             self._launcher = ForkedRanksLauncher(self, start_method=self.options.start_method)
         elif not self._is_one_process and not self._environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(self._environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Set this rank in an environment that has no ranks of its own; the Trainer calls this when it is made.

@@ -115,9 +115,18 @@ EACH_FAULT = [
 ]
 
 
+# Lightning kills the first rank when it sees that another one has failed, at most five seconds later; here at once.
+IMPATIENT = """
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+_ChildProcessObserver.__init__.__defaults__ = (0.01,)
+"""
+
+
 @pytest.mark.parametrize(("fault", "launcher"), EACH_FAULT)
 def test_one_failing_rank_ends_the_job(tmp_path, fault, launcher):
-    code, output, _ = run(command_of(launcher, write_script(tmp_path, fault=fault)))
+    script = Path(write_script(tmp_path, fault=fault))
+    script.write_text(IMPATIENT + script.read_text())
+    code, output, _ = run(command_of(launcher, str(script)))
     assert code != 0
     survivor = re.search(r"rank 0 \(pipeline rank 0 of 2\) in (.*) had to stop: (.*)", output)
     assert survivor is not None, output

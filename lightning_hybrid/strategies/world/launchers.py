@@ -1,18 +1,53 @@
-"""Launcher of forked ranks: what the process that forked them knows of the run after they have ended."""
+"""Launchers of ranks: of the script again, and of forks, after which the process that forked knows what they did."""
 
 from __future__ import annotations
 
 import io
+import time
+from subprocess import Popen
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
 # The results that Lightning's own launcher returns are the weights, `callback_metrics`, and one `best_model_path`.
 _METRICS = ("logged_metrics", "progress_bar_metrics")
+_SECONDS_TO_REPORT = 5.0
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the script once per rank, and leaves the first rank time to report why another one failed."""
+
+    def _call_children_scripts(self) -> None:
+        super()._call_children_scripts()
+        self.procs: Any = [_Child(process) for process in self.procs]
+
+
+class _Child:
+    """A rank's process, seen as running until some seconds after it was found to have failed.
+
+    Lightning looks every five seconds for processes that failed, and then kills this one at once: it would not get to
+    say which rank failed and why if the other one failed just before.
+    """
+
+    def __init__(self, process: Popen[bytes]) -> None:
+        self._process = process
+        self._report_until: float | None = None
+        self.pid = process.pid
+        self.returncode: int | None = None
+        self.send_signal = process.send_signal
+
+    def poll(self) -> int | None:
+        code = self._process.poll()
+        now = time.monotonic()
+        if code and self._report_until is None:
+            self._report_until = now + _SECONDS_TO_REPORT
+        if self._report_until is None or now >= self._report_until:
+            self.returncode = code
+        return self.returncode
 
 
 class ForkedRanksLauncher(_MultiProcessingLauncher):
