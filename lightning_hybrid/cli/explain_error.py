@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning_hybrid
 from lightning_hybrid.cli.command import OK, UsageError, add_command, print_json
 
 _EXAMPLE = """example:
@@ -46,7 +45,7 @@ def find(wanted: str) -> dict[str, str]:
     Raises:
         UsageError: There is none; names the nearest.
     """
-    entries = _entries((Path(lightning_hybrid.__file__).parent / "errors.md").read_text(encoding="utf-8"))
+    entries = _entries((Path(__file__).parents[1] / "errors.md").read_text(encoding="utf-8"))
     name = wanted.rpartition("#")[2]
     found = {name: entries[name]} if name in entries else {}
     found = found or {name: text for name, text in entries.items() if wanted.lower() in text.lower()}

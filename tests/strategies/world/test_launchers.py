@@ -157,7 +157,7 @@ def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
         trainer.validate(Tiny(), loader(4), ckpt_path=str(saved.parent / "empty/other.ckpt"))
 
 
-def test_notebooks_are_told_how_to_fork(monkeypatch):
+def test_notebook_is_refused(monkeypatch):
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
     with pytest.raises(RuntimeError, match=r"start_method='fork'.*strategy='hybrid3d_notebook'"):
         Trainer(accelerator="cpu", devices=2, strategy=Hybrid3DStrategy(pipeline_parallel_size=2))
