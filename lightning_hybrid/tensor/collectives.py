@@ -135,9 +135,10 @@ class GroupRanks(Ranks):
         own, width = blocks[self.rank], max(block.numel() for block in blocks)
         if len({block.shape for block in blocks}) > 1:  # rows of a message have one length
             blocks = [F.pad(block.reshape(-1), (0, width - block.numel())) for block in blocks]
-        total = own.new_empty(width)
-        reduce_scatter_single(_as_real(total), _as_real(_joined(blocks)), group=self.group)
-        return total[: own.numel()].view(own.shape)
+        # No view: autograd refuses in-place operations on results of its functions that are views.
+        total = own.new_empty(own.shape if own.numel() == width else width)
+        reduce_scatter_single(_as_real(total.view(-1)), _as_real(_joined(blocks)), group=self.group)
+        return total if total.shape == own.shape else total[: own.numel()].view(own.shape).clone()
 
     def shift(self, flat: Tensor, numel: int) -> Arriving:
         """Sends a flat tensor to the next rank; one of ``numel`` elements arrives from the rank before."""

@@ -1,0 +1,81 @@
+"""Which messages run while their rank computes, on a host that is infinitely fast: a share for each line.
+
+A judge says of each launch whether a matrix product or attention comes before the stream waits for it.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.fits import Run, fit
+from harness.nccl import judges
+from harness.nccl.recording import RecordedWorlds, recorded
+from harness.nccl.trace import Launch
+from lightning_hybrid.replicate.reducer import GradientReducer
+from lightning_hybrid.sequence.positions import SequenceSharding, leave
+from lightning_hybrid.tensor.collectives import GroupRanks
+from models.wide import GPT2OneHead, GPT2Wide, LlamaWide
+
+BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
+SUM, SHIFT = "tensor/collectives.py start_all_reduce", "tensor/collectives.py shift"
+GATHER, REDUCE = "zero/group.py _send", "zero/messages.py launch"
+BUCKET = "replicate/bucket.py launch"
+SEND, RECEIVE = "pipeline/runtime/transport.py _start", "pipeline/runtime/transport.py _post"
+
+
+def traces_of(worlds, run, how=fit):
+    recorded = RecordedWorlds(worlds, how)
+    recorded.run(run.world_size, how, run, timeout=240)
+    return recorded.traces
+
+
+def fit_with_small_buckets(run):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(GradientReducer.__init__.__kwdefaults__, "bucket_bytes", 4000)
+        patch.setitem(GradientReducer.__init__.__kwdefaults__, "first_bucket_bytes", 4000)
+        return fit(run)
+
+
+# By layout: lines, and the share of their messages that must run under a product. The others have nothing to hide
+# under: gradients that return in a ring of two, the first microbatch of a stage, the last bucket, a pass's first layer.
+LAYOUTS = {
+    "tp2": (Run(GPT2Wide, tp=2, num_batches=3), fit, {SUM: 1.0}),
+    "ring": (Run(GPT2OneHead, cp=2, num_batches=3), fit, {SHIFT: 2 / 3}),
+    "zero3": (Run("GPT2", dp=2, num_batches=5, strategy=BY_LAYER), fit, {GATHER: 0.3, REDUCE: 0.3}),
+    "dp2": (Run("GPT2", dp=2, num_batches=3), fit_with_small_buckets, {BUCKET: 3 / 4}),
+    "pp2": (Run("GPT2", pp=2, num_batches=3, microbatches=4), fit, {SEND: 1 / 2, RECEIVE: 1 / 2}),
+    "zero_bubble": (
+        Run(LlamaWide, pp=2, tp=2, num_batches=3, strategy={"schedule": "zero_bubble"}),
+        fit,
+        {SUM: 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_messages_run_under_products(worlds, name):
+    run, how, wanted = LAYOUTS[name]
+    traces = traces_of(worlds, run, how)
+    found = judges.overlaps(traces)
+    print(name, found)
+    assert {line: share for line, share in wanted.items() if found.get(line, 0) < share} == {}, found
+    assert not [line for line in judges.blocked(traces, "replicate/") if not line.startswith("replicate/buffers.py")]
+    assert not judges.blocked(traces, "tensor/")
+
+
+def test_sums_of_positions_with_biases_stay_sharded(worlds):
+    for trace in traces_of(worlds, Run(GPT2Wide, tp=2, sequence=True, num_batches=3)):
+        kinds = [event.kind for event in trace.steps[-1] if isinstance(event, Launch)]
+        assert kinds.count("reduce_scatter") == 2 * 4 * 4  # of microbatches, layers, and the regions of both passes
+
+
+@pytest.mark.parametrize("length", [4, 5])
+@pytest.mark.world(2)
+def test_biases_are_added_in_place_to_sums_of_positions(length):
+    with recorded():
+        addend = torch.arange(3.0 * length).view(length, 3).requires_grad_()
+        local = leave(addend, SequenceSharding(0, length, GroupRanks(dist.group.WORLD)))
+        local.add_(torch.ones(3)).sum().backward()
+        lengths = SequenceSharding(0, length, GroupRanks(dist.group.WORLD)).lengths
+        expected = (2 * addend.detach() + 1).split(lengths)[dist.get_rank()]
+        assert torch.equal(local, expected) and torch.equal(addend.grad, torch.ones(length, 3))
