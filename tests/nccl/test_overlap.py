@@ -7,18 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fits import Run, fit
+from harness.fits import Run, assert_bitwise_equal, check, fit
 from harness.nccl import judges
 from harness.nccl.recording import RecordedWorlds, recorded
 from harness.nccl.trace import Launch
 from lightning_hybrid.replicate.reducer import GradientReducer
-from lightning_hybrid.sequence.positions import SequenceSharding, leave
+from lightning_hybrid.sequence.positions import SequenceShard, SequenceSharding, leave, local_positions
 from lightning_hybrid.tensor.collectives import GroupRanks
-from models.wide import GPT2OneHead, GPT2Wide, LlamaWide
+from models.wide import GPT2OneHead, GPT2Wide, LlamaWide, T5Wide
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 SUM, SHIFT = "tensor/collectives.py start_all_reduce", "tensor/collectives.py shift"
 GATHER, REDUCE = "zero/group.py _send", "zero/messages.py launch"
+REGATHER = "collectives/tensors.py all_gather_single"  # among other gathers of tensor ranks
 BUCKET = "replicate/bucket.py launch"
 SEND, RECEIVE = "pipeline/runtime/transport.py _start", "pipeline/runtime/transport.py _post"
 
@@ -36,10 +37,17 @@ def fit_with_small_buckets(run):
         return fit(run)
 
 
+def fit_without_prefetch(run):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SequenceShard, "prefetch", lambda self: None)
+        return fit(run)
+
+
 # By layout: lines, and the share of their messages that must run under a product. The others have nothing to hide
 # under: gradients that return in a ring of two, the first microbatch of a stage, the last bucket, a pass's first layer.
 LAYOUTS = {
     "tp2": (Run(GPT2Wide, tp=2, num_batches=3), fit, {SUM: 1.0}),
+    "sequence": (Run(GPT2Wide, tp=2, sequence=True, num_batches=3), fit, {REGATHER: 1 / 4}),
     "ring": (Run(GPT2OneHead, cp=2, num_batches=3), fit, {SHIFT: 2 / 3}),
     "zero3": (Run("GPT2", dp=2, num_batches=5, strategy=BY_LAYER), fit, {GATHER: 0.3, REDUCE: 0.3}),
     "dp2": (Run("GPT2", dp=2, num_batches=3), fit_with_small_buckets, {BUCKET: 3 / 4}),
@@ -74,8 +82,21 @@ def test_sums_of_positions_with_biases_stay_sharded(worlds):
 def test_biases_are_added_in_place_to_sums_of_positions(length):
     with recorded():
         addend = torch.arange(3.0 * length).view(length, 3).requires_grad_()
-        local = leave(addend, SequenceSharding(0, length, GroupRanks(dist.group.WORLD)))
-        local.add_(torch.ones(3)).sum().backward()
-        lengths = SequenceSharding(0, length, GroupRanks(dist.group.WORLD)).lengths
-        expected = (2 * addend.detach() + 1).split(lengths)[dist.get_rank()]
-        assert torch.equal(local, expected) and torch.equal(addend.grad, torch.ones(length, 3))
+        sharding = SequenceSharding(0, length, GroupRanks(dist.group.WORLD))
+        for shard, factor in ((leave, 2), (local_positions, 1)):
+            addend.grad = None
+            local = shard(addend, sharding)
+            local.add_(torch.ones(3)).sum().backward()
+            expected = (factor * addend.detach() + 1).split(sharding.lengths)[dist.get_rank()]
+            assert torch.equal(local, expected) and torch.equal(addend.grad, torch.ones(length, 3))
+
+
+@pytest.mark.parametrize("case", [GPT2Wide, pytest.param(T5Wide, marks=pytest.mark.slow)])
+def test_positions_that_are_gathered_early_change_no_bit(worlds, case):
+    early, late = (RecordedWorlds(worlds, how) for how in (fit, fit_without_prefetch))
+    run = Run(case, tp=2, sequence=True, num_batches=3)
+    ranks, _ = check(early, run)
+    assert judges.judge(early.traces) == {}
+    assert_bitwise_equal(ranks, late.run(2, fit_without_prefetch, run))
+    gathers = [judges.overlaps(worlds.traces)[REGATHER] for worlds in (early, late)]
+    assert gathers[0] > 1 / 4 > gathers[1]

@@ -35,5 +35,5 @@ def deferrals(input: Tensor, weight: Tensor) -> Sequence[Deferral]:
 
 
 def computes_now(input: Tensor, weight: Tensor) -> bool:
-    """Whether the linear is replaced for a split backward that does not defer this weight's gradient, as above."""
+    """Whether a split backward replaces the linear, of shapes as above, and does not defer its weight's gradient."""
     return bool(_active) and not deferrals(input, weight)

@@ -183,7 +183,7 @@ class ParallelLinears:
     def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
         """The product with the input in the region, at the positions that tensor ranks have together."""
         if is_sharded and isinstance(self.sequence, ShardedSequence) and self.sequence.inner is not None:
-            x = self.sequence.represent(x, of_region=True)
+            x = self.sequence.read_in_region(x)
         with save_local_shard(x) if isinstance(x, SequenceShard) else _NOTHING:
             if isinstance(run, Product) and not args and not kwargs:
                 return self._inputs.multiply(run, x, self._ranks)

@@ -119,7 +119,7 @@ class ShardedUnit:
         self._sharded_modules = [(fqn, self._modules[fqn]) for fqn in plan.roles]
         self._forward = unit.forward
         self._slots = find_slots(self._modules, plan.placements)
-        self._held = {fqn: (*slots[0], slots[0][0][slots[0][1]]) for fqn, slots in self._slots.items()}
+        self._own = {fqn: (*slots[0], slots[0][0][slots[0][1]]) for fqn, slots in self._slots.items()}
         self._bind_draws(around_draw, around_local_draw)
         self._fallback: Callable[..., Any] = self._run_full
         if (full := plan.full_sequence_plan) is not None:
@@ -281,7 +281,7 @@ class ShardedUnit:
         plan = self._plan
         positions = self._present_positions
         local: dict[str, Tensor] = {}  # those that the modules do not hold yet
-        for fqn, (members, name, original) in self._held.items():
+        for fqn, (members, name, original) in self._own.items():
             if fqn in provided:
                 local[fqn] = provided[fqn]
             elif (tensor := members[name]) is not original and tensor is not None:
@@ -312,12 +312,12 @@ class ShardedUnit:
 
     def _present(self, fqn: str, local: Mapping[str, Tensor]) -> Any:
         """The tensor of a parameter or buffer, of its shape: a local one, or what its module holds; may be None."""
-        members, name, _ = self._held[fqn]
+        members, name, _ = self._own[fqn]
         return local.get(fqn, members[name])
 
     def _names_and_cuts(self) -> tuple[dict[int, str], dict[int, int]]:
         """FQNs of the tensors in the modules, by id, and numbers of ranks that the sharded ones are sharded over."""
-        present = {fqn: members[name] for fqn, (members, name, _) in self._held.items()}
+        present = {fqn: members[name] for fqn, (members, name, _) in self._own.items()}
         plan, over_both = self._plan, self._present_positions.parameter_shards
         names = {id(tensor): fqn for fqn, tensor in present.items() if tensor is not None}
         cuts = {
@@ -334,7 +334,7 @@ class ShardedUnit:
         if not wanted or ranks.size == 1:
             return
         # Equal on all ranks, since requires_grad is: the sum is a collective.
-        present = {fqn: self._present(fqn, local) for fqn, _ in wanted if fqn in self._held}
+        present = {fqn: self._present(fqn, local) for fqn, _ in wanted if fqn in self._own}
         summed = [(fqn, placement) for fqn, placement in wanted if getattr(present.get(fqn), "requires_grad", False)]
         if not summed:
             return
