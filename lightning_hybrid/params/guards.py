@@ -80,14 +80,14 @@ class ReadGuards:
 
     @contextlib.contextmanager
     def off_in_backwards(self) -> Iterator[None]:
-        """Inside, turn the guards off during each backward, of user code too."""
-        original = torch.autograd.backward
+        """Inside, turn the guards off during each backward, of user code and by ``torch.autograd.grad`` too."""
+        original = torch.autograd._engine_run_backward
 
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with contextlib.nullcontext() if self.are_off else self.off():
-                original(*args, **kwargs)
+                return original(*args, **kwargs)
 
-        with replaced(torch.autograd, "backward", backward, reason="works on shards"):
+        with replaced(torch.autograd, "_engine_run_backward", run, reason="backwards work on shards"):
             yield
 
     def as_user_code(self, function: Callable[..., Any]) -> Callable[..., Any]:

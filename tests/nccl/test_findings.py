@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from torch.nn import functional as F
 
 from harness.fits import Run, check, fit
 from harness.nccl import judges
@@ -18,12 +19,23 @@ from harness.nccl.trace import Launch, Ops, Wait
 from lightning_hybrid.checkpoint import local
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params import owners
+from models.hand_written import Layers
 from models.mixtures import Mixtral
 from models.moe_layers import Balanced
 from models.wide import BertWide, GPT2OneHead, GPT2Wide, LlamaGrouped, LlamaWide, T5Wide
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 LIMIT = datetime.timedelta(seconds=123)
+
+
+class Penalised(Layers):
+    """A penalty on slopes of the outputs, which a backward inside of the step computes."""
+
+    def loss(self, batch):
+        x = batch["x"].detach().clone().requires_grad_()
+        out = self(x)
+        [slopes] = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.cross_entropy(out, batch["label"]) + slopes.square().sum(1).mean()
 
 
 class FourLayers(Mixtral):
@@ -200,7 +212,9 @@ def slow(*runs):
 
 OVERLAPPED = [
     Run(LlamaWide, pp=2, tp=2, trainer={"gradient_clip_val": 0.05}),
+    Run(Penalised, tp=2),
     *slow(
+        Run(Penalised, dp=2, strategy=BY_LAYER),
         Run(LlamaWide, dp=2, tp=2, strategy={**BY_LAYER, "recompute": "full"}),
         Run(BertWide, tp=2, strategy={"recompute": "selective"}),
         Run(GPT2Wide, tp=2, cp=2),

@@ -250,9 +250,7 @@ class StepExecution(OwnedByRun):
     def _manual_step(self, args: Sequence[Any]) -> Any:
         """Run a step that calls backwards and optimizers itself, on what this rank runs of the batch."""
         call = self.call("training_step", args, Backwards(), is_manual=True)
-        guards = self.run.guards
-        on_shards = nullcontext() if guards is None else guards.off_in_backwards()
-        with self.run.active.user_step(lambda: self._are_averages), self.optimization.full_states(), on_shards:
+        with self.run.active.user_step(lambda: self._are_averages), self.optimization.full_states():
             result = self._run(call)
             self._log(call, result)
         return result.output
@@ -317,8 +315,9 @@ class StepExecution(OwnedByRun):
         setting.world.progress.passes()
         backwards = run.runner.num_backwards(call.batch) if call.backwards.are_run else 0
         gathered = nullcontext() if call.is_manual else run.gathered(backwards)
+        on_shards = nullcontext() if run.guards is None else run.guards.off_in_backwards()
         # Once for the step: each forward and backward runs code of the user.
-        with setting.contexts.advice(), setting.world.as_user(), gathered:
+        with setting.contexts.advice(), setting.world.as_user(), gathered, on_shards:
             result = run.runner.run(call)
             if call.backwards.are_run:
                 for policy in self.policies:

@@ -22,7 +22,7 @@ _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 _LIGHTNING = str(Path(lightning.__file__).parent)
 # Process groups of the harness pass on what was called, and the host reads for others.
 _HERE = str(Path(__file__).parent), str(Path(__file__).parents[1] / "python_group.py"), str(host_copies.__file__)
-_MODES = ("__torch_function__", "__torch_dispatch__")
+_MODES = ("__torch_function__", "__torch_dispatch__", "event")
 _STANDARD = str(Path(ast.__file__).parent)
 
 
