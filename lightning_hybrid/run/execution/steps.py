@@ -315,9 +315,9 @@ class StepExecution(OwnedByRun):
         setting.world.progress.passes()
         backwards = run.runner.num_backwards(call.batch) if call.backwards.are_run else 0
         gathered = nullcontext() if call.is_manual else run.gathered(backwards)
-        on_shards = nullcontext() if run.guards is None else run.guards.off_in_backwards()
+        guarded = nullcontext() if run.guards is None else run.guards.during_step()
         # Once for the step: each forward and backward runs code of the user.
-        with setting.contexts.advice(), setting.world.as_user(), gathered, on_shards:
+        with setting.contexts.advice(), setting.world.as_user(), gathered, guarded:
             result = run.runner.run(call)
             if call.backwards.are_run:
                 for policy in self.policies:
