@@ -20,21 +20,21 @@ class BatchElements:
 
     def __init__(self, batch: Any) -> None:
         """Take a batch before the run that may write into it."""
-        self._held: dict[int, tuple[Tensor, int]] = {}  # held, so that no other tensor gets the memory
+        self._tensors: dict[int, tuple[Tensor, int]] = {}  # kept, so that no other tensor gets the memory
         for tensor in tensors_inside(batch):
-            self._hold(tensor)
+            self._keep(tensor)
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether a tensor of any shape consists of these elements, and nothing was written to it."""
-        held, version = self._held.get(storage_id(tensor), (tensor, -1))
-        return held._version == version
+        known, version = self._tensors.get(storage_id(tensor), (tensor, -1))
+        return known._version == version
 
     def follow(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Hold the result of an operation that copies such elements, of any shape; floating point has no labels."""
-        if name in _COPIES and isinstance(out, Tensor) and storage_id(out) not in self._held:
+        """Keep the result of an operation that copies such elements, of any shape; floating point has no labels."""
+        if name in _COPIES and isinstance(out, Tensor) and storage_id(out) not in self._tensors:
             given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
             if given and all(not each.is_floating_point() and each in self for each in given):
-                self._hold(out)
+                self._keep(out)
 
-    def _hold(self, tensor: Tensor) -> None:
-        self._held[storage_id(tensor)] = tensor, tensor._version
+    def _keep(self, tensor: Tensor) -> None:
+        self._tensors[storage_id(tensor)] = tensor, tensor._version
