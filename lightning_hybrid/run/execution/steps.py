@@ -36,6 +36,7 @@ from lightning_hybrid.strategies.logs.reduction import (
 )
 from lightning_hybrid.strategies.options.options import weigh_by_count
 from lightning_hybrid.strategies.user_code.hooks import current_hook, old_gradients_are_read, output_is_read
+from lightning_hybrid.strategies.world.evaluation import have_equal_batches
 from lightning_hybrid.text import sized
 
 if TYPE_CHECKING:
@@ -312,7 +313,7 @@ class StepExecution(OwnedByRun):
         """Run a step of the user by the runner."""
         run, setting = self.run, self.setting
         assert run.runner is not None
-        setting.world.progress.passes()
+        setting.world.progress.passes(in_all_replicas=have_equal_batches(setting.trainer._active_loop))
         backwards = run.runner.num_backwards(call.batch) if call.backwards.are_run else 0
         gathered = nullcontext() if call.is_manual else run.gathered(backwards)
         guarded = nullcontext() if run.guards is None else run.guards.during_step()
