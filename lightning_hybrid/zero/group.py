@@ -27,7 +27,7 @@ from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, g
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.slow_links.average import CompressedAverage
-from lightning_hybrid.step.objects.tensors import GradientObserver
+from lightning_hybrid.step.objects.tensors import GradientObserver, gradient_dtype
 from lightning_hybrid.zero.messages import GradientMessages
 from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
 from lightning_hybrid.zero.storage import StorageDevices, StoredShards
@@ -354,7 +354,9 @@ class ParameterGroup:
     def gather_accumulated(self, name: str) -> None:
         """Gather the gradient of earlier batches, before a step: a hook of the user gets it too; collective."""
         parameter = self.parameters[name]
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
         if (placement := self._placements.get(name)) is not None:
             gradient = AxisSharding(self._ranks.shard, self._placements).unshard(gradient, placement)
         self._accumulated[name] = gradient.to(self._empty.device)
@@ -376,7 +378,7 @@ class ParameterGroup:
         """Start to reduce this rank's gradients, and drop them; does not wait."""
         if not self.trained or self.messages.is_launched:
             return
-        self.messages.begin(self.trained, self._empty)
+        self.messages.begin(self.trained, self._empty.to(gradient_dtype(self.parameters[self.trained[0]])))
         for name in self.trained:
             parameter = self.parameters[name]
             if name not in self._gradients:  # not gathered, so not used: a gradient here is of earlier batches

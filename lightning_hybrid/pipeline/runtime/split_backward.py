@@ -22,6 +22,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.step.objects.tensors import gradient_dtype
 from lightning_hybrid.step.tracing.functions import NotIntercepted
 from lightning_hybrid.step.tracing.mode import CurrentRun
 
@@ -215,7 +216,7 @@ def finish(deferred: Sequence[DeferredGradient]) -> None:
     for weight, product in sums.values():
         earlier = weight.grad
         if earlier is None:
-            weight.grad = product
+            weight.grad = product.to(gradient_dtype(weight))
         elif earlier.layout is torch.strided:
             earlier.add_(product)
         else:
