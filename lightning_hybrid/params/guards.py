@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules._functions import BackwardHookFunction
 
@@ -80,15 +81,24 @@ class ReadGuards:
             refresh()
 
     @contextlib.contextmanager
-    def off_in_backwards(self) -> Iterator[None]:
-        """Inside, turn the guards off during each backward, of user code too."""
-        original = torch.autograd.backward
+    def during_step(self) -> Iterator[None]:
+        """Inside, backwards that user code runs work on shards, and transforms of ``torch.func`` on full parameters."""
+        run_backward, wrap = torch.autograd._engine_run_backward, eager_transforms._wrap_for_grad
 
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def on_shards(*args: Any, **kwargs: Any) -> Any:
             with contextlib.nullcontext() if self.are_off else self.off():
-                original(*args, **kwargs)
+                return run_backward(*args, **kwargs)
 
-        with replaced(torch.autograd, "backward", backward, reason="works on shards"):
+        def of_full(tensor: Tensor, level: int) -> Tensor:
+            if type(tensor) is GuardedParameter and not self.are_off:
+                with temporarily_clear_interpreter_stack():  # the gather is below the transform
+                    tensor = tensor.view_as(tensor)
+            return wrap(tensor, level)
+
+        with (
+            replaced(torch.autograd, "_engine_run_backward", on_shards, reason="backwards work on shards"),
+            replaced(eager_transforms, "_wrap_for_grad", of_full, reason="transforms take full parameters"),
+        ):
             yield
 
     def as_user_code(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """Microbatch weights of the means that a recorded step takes over labels or masks of the batch.
 
 The counts must be known before the first backward, so the step first runs on each microbatch without the model's
-arithmetic; only steps with such a mean do this, and not where all labels are from the batch and none is ignored. Where
+arithmetic; only steps with such a mean do this, and not where all labels are elements of the batch and none is ignored:
+then the batch is searched for the ignored label, which is the one time that the host waits before the step. Where
 a sum is divided by a number computed from the batch, it runs so on the full batch too: the number of the batch need not
 be the sum of the microbatches' (``count.clamp(min=1)``).
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.batch.denominators import Count, uneven_masks, weights_differ
+from lightning_hybrid.batch.elements import BatchElements
 from lightning_hybrid.batch.means import (
     Share,
     count,
@@ -47,7 +49,7 @@ from lightning_hybrid.pipeline.undone import undone_runs
 from lightning_hybrid.step.module_state.snapshots import ModuleSnapshot
 from lightning_hybrid.step.objects.cache import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.tensors import as_plain_tensor, storage_id
+from lightning_hybrid.step.objects.tensors import as_plain_tensor
 from lightning_hybrid.step.replay.stage import ReplayWatch, StageReplay
 from lightning_hybrid.step.tracing.recording import find_loss
 
@@ -108,12 +110,13 @@ class LossMeanWeights:
         state = self._traces.attributes_around_units(variants[0])
         if even is not None and even.state == state and not _contains_any(batch, even.ignored):
             return ()
-        labels: list[dict[int, tuple[int, int]]] = []
+        labels: list[dict[int, int]] = []
         counted = self._counted(call, list(zip(variants, given.parts, strict=True)), labels=labels)
         if counted is None:
             return ()
-        if _have_even_counts(terms, labels, weights) and not any(_may_change(variant, terms) for variant in variants):
-            ignored = frozenset(one for each in labels for _, one in each.values())
+        ignored = frozenset(one for each in labels for one in each.values())
+        is_even = all(terms <= each.keys() for each in labels) and _have_even_counts(terms, counted, weights)
+        if is_even and not any(_may_change(each, terms) for each in variants) and not _contains_any(batch, ignored):
             self._even[key] = _EvenCounts(state, ignored)
         divisors = self._full_batch_divisors(call, given, {n for n in terms if graph.nodes[n].averages == "divisor"})
         # A factor that differs between microbatches belongs to no mean.
@@ -236,7 +239,7 @@ class LossMeanWeights:
         call: Call,
         parts: Sequence[tuple[TraceVariant, Any]],
         *,
-        labels: list[dict[int, tuple[int, int]]] | None = None,
+        labels: list[dict[int, int]] | None = None,
     ) -> list[dict[int, float]] | None:
         """The counts of each microbatch, by node; None if the step cannot run without the model's arithmetic."""
         inside = {module for unit in self._plan.units.values() for module in unit.modules()}
@@ -250,7 +253,7 @@ class LossMeanWeights:
                     self._traces.copy_for_dry_run(call, part) as copied,
                     call.dry_run(self._plan, [replay], index) as current,
                 ):
-                    replay.memory = frozenset(storage_id(tensor) for tensor in tensors_inside(copied))
+                    replay.elements = BatchElements(copied)
                     replay.run(call.on(copied), {}, names, current)
                 counted.append(replay.counts)
                 if labels is not None:
@@ -278,16 +281,11 @@ def _as_one_stage(variant: TraceVariant, plan: StagePlan) -> StageReplay:
     return StageReplay(variant.recording, one, plan.root, plan.randomness, stage=0)
 
 
-def _have_even_counts(
-    terms: frozenset[int], labels: Sequence[Mapping[int, tuple[int, int]]], weights: Sequence[float]
-) -> bool:
-    """Whether all means are over labels of the batch itself, equally many of each sample."""
+def _have_even_counts(terms: frozenset[int], counted: Sequence[Mapping[int, float]], weights: Sequence[float]) -> bool:
+    """Whether all means are over equally many labels of each sample."""
     return all(
-        all(term in each for each in labels)
-        and all(
-            abs(each[term][0] * weights[0] - labels[0][term][0] * weight) < _EQUAL * labels[0][term][0]
-            for each, weight in zip(labels, weights, strict=True)
-        )
+        abs(each[term] * weights[0] - counted[0][term] * weight) < _EQUAL * counted[0][term]
+        for each, weight in zip(counted, weights, strict=True)
         for term in terms
     )
 
@@ -334,9 +332,8 @@ class DenominatorReplay(StageReplay):
     """A stage without operations; counts the elements, rows or labels of each mean."""
 
     counts: dict[int, Tensor | float]  # denominators of the latest run, by node index
-    # number of labels of a node if they are a tensor of the batch, and the ignored label, by node index
-    labels: dict[int, tuple[int, int]]
-    memory: frozenset[int]  # ``storage_id`` of the tensors in the batch; set before a run
+    labels: dict[int, int]  # the ignored label, by index of the nodes whose labels are elements of the batch
+    elements: BatchElements  # of the batch; set before a run
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
         """Create a function mode that counts; ``received`` are tensors of other stages by index, of any shapes."""
@@ -356,7 +353,9 @@ class _DenominatorWatch(ReplayWatch):
 
     def event(self, name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]) -> Any:
         self._call = args, kwargs
-        return super().event(name, run, args, kwargs, owned)
+        out = super().event(name, run, args, kwargs, owned)
+        self._replay.elements.follow(name, args, kwargs, out)
+        return out
 
     def _skip(self, node: Node, leaves: list[Any]) -> Any:
         args, kwargs = self._call
@@ -370,8 +369,8 @@ class _DenominatorWatch(ReplayWatch):
             self._replay.counts[node.index] = found
         if node.averages == "classes" and (found_labels := labels_of(node.name, args, kwargs)) is not None:
             labels, ignored = found_labels
-            if storage_id(labels) in self._replay.memory:
-                self._replay.labels[node.index] = labels.numel(), ignored
+            if labels in self._replay.elements:
+                self._replay.labels[node.index] = ignored
         if rows is not None:
             self._rows.update((value, rows) for value in node.outputs if self.values[value].shape)
         return super()._skip(node, leaves)

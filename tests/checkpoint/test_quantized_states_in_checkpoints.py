@@ -1,5 +1,6 @@
 """Quantized states in files and folders: saved under one layout, resumed bit by bit under others, converted."""
 
+import importlib
 import importlib.util
 
 import pytest
@@ -40,6 +41,7 @@ BY_NAME = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
 
 def train(name, layout, max_epochs, resume=None, save=None):
     """Fit, two batches of 8 samples over all replicas per epoch; the state of the module."""
+    importlib.import_module("torchao.optim")  # as at the top of a script: the classes in a file are then known
     module = make(MODULES[name])
     trainer = trainer_of(layout.world_size, layout.strategy(), [Uncompiled()], max_epochs=max_epochs)
     trainer.fit(module, loader_of(module, layout, trainer), ckpt_path=resume, weights_only=True if resume else None)

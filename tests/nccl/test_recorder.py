@@ -2,12 +2,14 @@
 
 import gc
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from harness.communication_cases import CASES
+from harness.nccl import lines
 from harness.nccl.recording import recorded
 from harness.nccl.trace import Create, Launch, Objects, Ops, Sync, Trace, Violation, Wait, peaks_in_flight, summary
 from harness.python_group import Refused
@@ -127,6 +129,33 @@ def test_what_nccl_refuses_is_refused():
         for tensor in (torch.ones(2, dtype=torch.int16), torch.ones(2, 2).t()[:1]):
             with pytest.raises(Refused):
                 dist.all_reduce(tensor)
+
+
+PLANTED = """
+def made_on_the_host(tensor):
+    return torch.tensor([1.0])
+
+def made_where_another_is(tensor):
+    return tensor.new_tensor([1.0])
+
+def event(run, *args, **kwargs):
+    return run(*args, **kwargs)
+"""
+
+
+@pytest.mark.world(2)
+def test_what_the_package_makes_is_where_its_statement_says(tmp_path):
+    path = tmp_path / "planted.py"
+    path.write_text(PLANTED)
+    code: dict[str, Any] = {"torch": torch}
+    exec(compile(PLANTED, str(path), "exec"), code)
+    with pytest.MonkeyPatch.context() as patch, recorded() as trace:
+        patch.setattr(lines, "_PACKAGE", str(tmp_path))
+        dist.all_reduce(code["made_where_another_is"](torch.ones(1)))
+        dist.all_reduce(code["event"](torch.zeros, 1, device="cpu"))  # a mode passes on what another code calls
+        assert not [*trace.of(Violation)]
+        dist.all_reduce(code["made_on_the_host"](torch.ones(1)))
+    assert [event.rule for event in trace.of(Violation)] == ["host tensor"]
 
 
 @pytest.mark.world(2)

@@ -219,6 +219,14 @@ class BatchLabels(Tokens):
         return F.cross_entropy(logits.flatten(0, 1), batch["own"].view(-1))
 
 
+class ShiftedLabels(BatchLabels):
+    """Each position predicts the next one; the labels are copies, and the last ones are ignored."""
+
+    def loss(self, logits, batch):
+        labels = F.pad(batch["own"].clone(), (0, 1), value=-100)[:, 1:].contiguous()
+        return F.cross_entropy(logits.flatten(0, 1), labels.view(-1))
+
+
 def batch_label_tokens():
     samples = tokens()
     for index, sample in enumerate(samples):
@@ -229,28 +237,77 @@ def batch_label_tokens():
     return samples
 
 
-def fit_counting(pp):
+def fit_counting(pp, module_class):
     """The steps, and the batches before which the step was re-run to count."""
     ignore_warnings()
     counted, count = [], LossMeanWeights._counted
-    module = BatchLabels()
+    module_class.seen = []
+    module = module_class()
 
     def recorded(shares, call, parts, **options):
         counted.append(call.number)
         return count(shares, call, parts, **options)
 
-    LossMeanWeights._counted = recorded
     trainer = trainer_of(pp, pp, strategy_options={"num_microbatches": 3} if pp > 1 else {})
-    trainer.fit(module, DataLoader(batch_label_tokens(), 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossMeanWeights, "_counted", recorded)
+        trainer.fit(module, DataLoader(batch_label_tokens(), 8))
     return module.seen, counted
 
 
-def test_no_weights_without_ignored_labels(worlds):
-    [(expected, _)] = worlds.run(1, fit_counting, 1)
-    ranks = worlds.run(2, fit_counting, 2)
+@pytest.mark.parametrize("module_class", [BatchLabels, ShiftedLabels])
+def test_no_weights_without_ignored_labels(worlds, module_class):
+    [(expected, _)] = worlds.run(1, fit_counting, 1, module_class)
+    ranks = worlds.run(2, fit_counting, 2, module_class)
     # At set-up, for its two comparisons with the full batch, and in the last batch.
     assert [counted for _, counted in ranks] == [[0, 0, 0, 2]] * 2
     assert_steps_agree(expected, [seen for seen, _ in ranks])
+
+
+class WrittenLabels(BatchLabels):
+    """Writes the ignored label into its batch."""
+
+    def loss(self, logits, batch):
+        labels = self.labels(batch)
+        labels[labels == -7] = -100
+        return F.cross_entropy(logits.flatten(0, 1), labels.view(-1))
+
+    def labels(self, batch):
+        return batch["own"]
+
+
+class WrittenCopies(WrittenLabels):
+    """Writes the ignored label into a copy of labels of its batch."""
+
+    def labels(self, batch):
+        return batch["own"].flatten().contiguous()
+
+
+class WrittenClones(WrittenLabels):
+    def labels(self, batch):
+        return batch["own"].clone()
+
+
+def padded_tokens():
+    samples = batch_label_tokens()
+    for sample in samples:
+        sample["own"] = torch.where(sample["own"] == -100, -7, sample["own"])
+    return samples
+
+
+def fit_padded(pp, module_class):
+    ignore_warnings()
+    trainer = trainer_of(pp, pp, strategy_options={"num_microbatches": 3} if pp > 1 else {})
+    module_class.seen = []
+    module = module_class()
+    trainer.fit(module, DataLoader(padded_tokens(), 8))
+    return module.seen
+
+
+@pytest.mark.parametrize("module_class", [WrittenLabels, WrittenCopies, WrittenClones])
+def test_labels_that_the_step_writes_are_counted(worlds, module_class):
+    [expected] = worlds.run(1, fit_padded, 1, module_class)
+    assert_steps_agree(expected, worlds.run(2, fit_padded, 2, module_class))
 
 
 def tolerance_of(module_class):

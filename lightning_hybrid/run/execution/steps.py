@@ -36,6 +36,7 @@ from lightning_hybrid.strategies.logs.reduction import (
 )
 from lightning_hybrid.strategies.options.options import weigh_by_count
 from lightning_hybrid.strategies.user_code.hooks import current_hook, old_gradients_are_read, output_is_read
+from lightning_hybrid.strategies.world.evaluation import have_equal_batches
 from lightning_hybrid.text import sized
 
 if TYPE_CHECKING:
@@ -250,9 +251,7 @@ class StepExecution(OwnedByRun):
     def _manual_step(self, args: Sequence[Any]) -> Any:
         """Run a step that calls backwards and optimizers itself, on what this rank runs of the batch."""
         call = self.call("training_step", args, Backwards(), is_manual=True)
-        guards = self.run.guards
-        on_shards = nullcontext() if guards is None else guards.off_in_backwards()
-        with self.run.active.user_step(lambda: self._are_averages), self.optimization.full_states(), on_shards:
+        with self.run.active.user_step(lambda: self._are_averages), self.optimization.full_states():
             result = self._run(call)
             self._log(call, result)
         return result.output
@@ -314,11 +313,12 @@ class StepExecution(OwnedByRun):
         """Run a step of the user by the runner."""
         run, setting = self.run, self.setting
         assert run.runner is not None
-        setting.world.progress.passes()
+        setting.world.progress.passes(in_all_replicas=have_equal_batches(setting.trainer._active_loop))
         backwards = run.runner.num_backwards(call.batch) if call.backwards.are_run else 0
         gathered = nullcontext() if call.is_manual else run.gathered(backwards)
+        guarded = nullcontext() if run.guards is None else run.guards.during_step()
         # Once for the step: each forward and backward runs code of the user.
-        with setting.contexts.advice(), setting.world.as_user(), gathered:
+        with setting.contexts.advice(), setting.world.as_user(), gathered, guarded:
             result = run.runner.run(call)
             if call.backwards.are_run:
                 for policy in self.policies:

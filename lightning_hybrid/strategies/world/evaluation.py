@@ -45,7 +45,7 @@ def evaluate_each_sample_once(trainer: Any, world: Any) -> Callable[[], None]:
     undo.callback(around(connector, "_resolve_sampler", partial(_replica_sampler, undo), reason=_REASON))
     arrivals = _LoaderProgress(world)
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        joint = _LoopResults(trainer, loop, mesh, arrivals)
+        joint = _LoopResults(trainer, loop, world, arrivals)
         undo.callback(replace(loop, "_store_dataloader_outputs", joint.store, reason=_REASON))
         undo.callback(around(loop, "on_run_end", joint.end, reason=_REASON))
         undo.callback(around(loop, "on_run_start", joint.begin, reason=_REASON))
@@ -137,8 +137,8 @@ class _ReplicaLog:
 class _LoopResults:
     """The results of one evaluation loop, reduced over the replicas loader by loader."""
 
-    def __init__(self, trainer: Any, loop: Any, mesh: Mesh, arrivals: _LoaderProgress) -> None:
-        self._trainer, self._loop, self._mesh = trainer, loop, mesh
+    def __init__(self, trainer: Any, loop: Any, world: Any, arrivals: _LoaderProgress) -> None:
+        self._trainer, self._loop, self._world, self._mesh = trainer, loop, world, world.mesh
         self._arrivals, self._read_before = arrivals, 0
         self._store_own = loop._store_dataloader_outputs  # Lightning's
         self._last_meeting: tuple[int, int] | None = None  # loader and batch at which all replicas were last
@@ -204,6 +204,7 @@ class _LoopResults:
             RanksDisagree: Metric objects are logged by some replicas only.
         """
         results = self._loop._results
+        self._world.progress.passes(in_all_replicas=True)  # a rank that waits in a hook of a batch waits for none
         local_logs = {k: _replica_log(m) for k, m in results.valid_items() if m.meta.fx.split(".")[0] in _STEPS}
         all_logs: list[dict[str, _ReplicaLog]] = [{} for _ in range(self._mesh.size("data"))]
         dist.all_gather_object(all_logs, local_logs, group=self._mesh.group("data"))

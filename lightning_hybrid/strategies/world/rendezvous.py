@@ -41,20 +41,24 @@ class Rendezvous:
     def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, failures: Any) -> None:
         self._trainer, self._mesh, self._store, self._timeout = trainer, mesh, store, timeout
         self._is_over = failures.any_reported
-        self._passed = self._trained = self._recorded = 0
+        self._passed = self._passed_by_all = self._recorded = 0
         self._met, self._checksums = Counter[str](), Counter[str]()  # calls so far, by their ranks
         replica = mesh.layout.data_rank(mesh.rank)
         self._passed_here, self._recorded_here = f"passed-{replica}", f"recorded-{replica}"
 
-    def passes(self) -> None:
-        """Record that this rank goes on to a collective; a message that no rank waits for."""
+    def passes(self, *, in_all_replicas: bool = False) -> None:
+        """Record that this rank goes on to a collective; a message that no rank waits for.
+
+        Where replicas have different numbers of batches, in validation, these are not ``in_all_replicas``.
+        """
+        in_all_replicas |= self._trainer.training
         self._passed += 1
-        self._trained += self._trainer.training  # replicas have different numbers of batches in validation
+        self._passed_by_all += in_all_replicas
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-            self._store.set(f"at-{self._mesh.rank}", f"{self._passed} {self._trained}")
+            self._store.set(f"at-{self._mesh.rank}", f"{self._passed} {self._passed_by_all}")
             self._store.set(_slot(self._passed_here, self._passed), str(self._passed))
-            if self._trainer.training:
-                self._store.set(_slot("trained", self._trained), str(self._trained))
+            if in_all_replicas:
+                self._store.set(_slot("passed-by-all", self._passed_by_all), str(self._passed_by_all))
 
     def has_recorded(self) -> None:
         """Record that this rank could record a step; a message that no rank waits for."""
@@ -84,11 +88,11 @@ class Rendezvous:
     @property
     def reached(self) -> tuple[int, int]:
         """The collectives that this rank has gone on to, of all runs and of training."""
-        return self._passed, self._trained
+        return self._passed, self._passed_by_all
 
     def catch_up(self, passed: int, trained: int) -> None:
         """Record the progress that is furthest on any rank: some were stopped earlier than others."""
-        self._passed, self._trained = passed, trained
+        self._passed, self._passed_by_all = passed, trained
 
     def meet(self, what: str, ranks: Sequence[int] | None = None, *, compares: bool = True, asks: bool = True) -> None:
         """Wait until ranks (None: all) are here, to make the call ``what``, or one has failed.
@@ -163,7 +167,7 @@ class Rendezvous:
 
     def _may_be_left(self, key: str, *, asks: bool) -> bool:
         """Whether any rank has gone on from here, or waits for this one in another call; cheap, and it may be wrong."""
-        reached = ((self._passed_here, self._passed + 1), ("trained", self._trained + 1)) if asks else ()
+        reached = ((self._passed_here, self._passed + 1), ("passed-by-all", self._passed_by_all + 1)) if asks else ()
         if any(self._is_reached(name, number) for name, number in reached):
             return True
         others = {other: size for other, size in self._sizes().items() if other != key}
@@ -207,9 +211,9 @@ class Rendezvous:
     def _is_behind(self, rank: int, at: bytes) -> bool:
         """Whether this rank is behind the progress ``at`` of another one."""
         layout, here = self._mesh.layout, self._mesh.rank
-        passed, trained = map(int, at.split())
+        passed, by_all = map(int, at.split())
         same_replica = layout.data_rank(rank) == layout.data_rank(here)
-        return passed > self._passed if same_replica else trained > self._trained
+        return passed > self._passed if same_replica else by_all > self._passed_by_all
 
 
 def _key(ranks: Sequence[int], *, compares: bool) -> str:

@@ -24,7 +24,7 @@ _LIGHTNING = str(Path(lightning.__file__).parent)
 # Process groups of the harness and wrappers of recordings pass on what was called, and the host reads for others.
 _PASSING = str(host_copies.__file__), str(functions.__file__)
 _HERE = str(Path(__file__).parent), str(Path(__file__).parents[1] / "python_group.py"), *_PASSING
-_MODES = ("__torch_function__", "__torch_dispatch__")
+_MODES = ("__torch_function__", "__torch_dispatch__", "event")
 _STANDARD = str(Path(ast.__file__).parent)
 
 

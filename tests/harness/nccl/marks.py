@@ -90,7 +90,8 @@ class Marks(TorchDispatchMode):
     def _is_made_on_host(self, at: Place) -> bool:
         if at.in_distributed:
             return self._exchanges_on_host
-        return at.owner == "package" and "device" not in at.statement
+        # `tensor.new_tensor` is on the tensor's device.
+        return at.owner == "package" and "device" not in at.statement and "new_tensor" not in at.statement
 
     def read(self, what: str) -> None:
         """The host reads a value of the device."""

@@ -83,6 +83,36 @@ class Adapts(Regressor):
             return F.mse_loss(functional_call(self.head, fast, (h,)), y)
 
 
+class ByParameters(Regressor):
+    """The loss has gradients by parameters, which a transform takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.main = mlp(), Main()
+
+    def forward(self, x):
+        return self.main(self.encoder(x))
+
+    def loss_of(self, weights, h, y):
+        return F.mse_loss(functional_call(self.main, weights, (h,)), y)
+
+    def shared_step(self, batch):
+        x, y = batch
+        grads = torch.func.grad(self.loss_of)(dict(self.main.named_parameters()), self.encoder(x), y)
+        return F.mse_loss(self(x), y) + 0.1 * sum(g.square().sum() for g in grads.values())
+
+
+class OfEachSample(ByParameters):
+    """Logs norms of the gradients of single samples."""
+
+    def shared_step(self, batch):
+        x, y = batch
+        gradients = torch.func.vmap(torch.func.grad(self.loss_of), (None, 0, 0))
+        grads = gradients(dict(self.main.named_parameters()), self.encoder(x).detach(), y)
+        self.log("norms", sum(g.detach().flatten(1).square().sum(1) for g in grads.values()).sqrt().mean())
+        return F.mse_loss(self(x), y)
+
+
 class Averaged(Regressor):
     """Validates with averages of its weights."""
 
@@ -107,11 +137,11 @@ PP_ZERO = Layout("pp2 x zero 3", devices=4, strategy={"pipeline_parallel_size": 
 BY_DEFAULT = [
     *((Produced, layout) for layout in (PP2, TENSOR2, ZERO)),
     *((OtherWeights, layout) for layout in (TENSOR2, ZERO)),
-    *((Adapts, COMBINED), (Averaged, TENSOR2), (Noisy, PP2)),
+    *((Adapts, COMBINED), (Averaged, TENSOR2), (Noisy, PP2), (ByParameters, TENSOR2), (OfEachSample, ZERO)),
 ]
 LATER = [
     (module, layout)
-    for module in (Produced, Noisy, OtherWeights, Adapts, Averaged)
+    for module in (Produced, Noisy, OtherWeights, Adapts, Averaged, ByParameters, OfEachSample)
     for layout in (PP2, COMBINED, TENSOR2, ZERO, PP_ZERO)
     if (module, layout) not in [*BY_DEFAULT, (Noisy, TENSOR2)]
 ]
