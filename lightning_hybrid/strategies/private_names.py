@@ -89,7 +89,7 @@ TORCH: dict[str, tuple[str, ...]] = {
         *("_len_torch_function_stack", "_nn", "_swap_tensor_impl"),
     ),
     "_C._autograd": ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
-    "": ("_foreach_norm", "_pack_padded_sequence", "_scaled_mm"),
+    "": ("_foreach_copy_", "_foreach_norm", "_pack_padded_sequence", "_scaled_mm"),
     "autograd": ("_get_sequence_nr", "_profiler_enabled", "_unsafe_preserve_version_counter"),
     "autograd:Variable": ("_execution_engine",),
     "autograd.forward_ad": ("_current_level",),
