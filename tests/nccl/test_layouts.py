@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conformance.harness import Checked, layouts_of, observe_and_save
+from conformance.harness import LAYOUTS, Checked, layouts_of, observe_and_save
 from conformance.registry import CASES
 
 from harness.nccl import judges
@@ -56,6 +56,17 @@ def test_layout_is_ready_for_nccl(worlds, record_property, name, layout):
     if key in KNOWN:
         assert not judges.more_syncs(found, KNOWN[key]), "more host synchronisations; or change host_syncs.json"
         assert layout.name == "ep2" or judges.most_syncs(recorded.traces) < LIMIT
+
+
+def test_a_backward_over_expert_ranks_waits_where_that_of_replicas_does(worlds):
+    """Boolean masks of the module itself, whose derivative torch finds on the host."""
+    found = {}
+    for name in ("ep2", "dp2"):
+        recorded = RecordedWorlds(worlds, observe_and_save)
+        Checked(recorded, CASES["SwitchClassifier"]).outcome(LAYOUTS[name])
+        found[name] = judges.host_syncs(recorded.traces)
+    own = found["dp2"]["lightning/pytorch/core/module.py backward"]
+    assert found["ep2"]["pipeline/shares.py _backward"] == own > 0
 
 
 def test_the_table_has_a_module_of_each_layout():
