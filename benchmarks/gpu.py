@@ -1,15 +1,17 @@
 """What fits on one GPU and how fast: a GPT of 125M and of 1.3B parameters under each technique that saves memory.
 
-    PYTHONPATH=. python benchmarks/gpu.py --out /tmp/gpu.jsonl
+    PYTHONPATH=. python benchmarks/gpu.py --call 1 --out gpu.jsonl    recomputation, states on the host
+    PYTHONPATH=. python benchmarks/gpu.py --call 2 --out gpu.jsonl    offload of activations by width, float8, ring
+                                                                      attention, the largest model
     PYTHONPATH=. python benchmarks/gpu.py --list
     PYTHONPATH=. python benchmarks/gpu.py --only "125M none" "125M budget"
     PYTHONPATH=. python benchmarks/gpu.py --tiny --accelerator cpu --limit 300
 
-Every variant trains in a process of its own, through a real Trainer on one device: tokens that are on the device
-already, fused AdamW, the same seed. Times are medians of the steps after warm-up, each until the device has finished.
-TFLOP/s count 6 FLOPs per parameter and token, and 12 x layers x width x length per token for attention; what is
-recomputed does not count. MFU is the share of the dense bf16 peak. Peaks are bytes of tensors within steps after
-warm-up; on a CPU all tensors are counted (not under `compile`), and times then mean nothing.
+A call takes at most six minutes. Every variant trains in a process of its own, through a real Trainer on one device:
+tokens that are on the device already, fused AdamW, the same seed. Times are medians of the steps after warm-up, each
+until the device has finished. TFLOP/s count 6 FLOPs per parameter and token, and 12 x layers x width x length per token
+for attention; what is recomputed does not count. MFU is the share of the dense bf16 peak. Peaks are bytes of tensors
+within steps after warm-up; on a CPU all tensors are counted (not under `compile`), and times then mean nothing.
 
 A budget is a share of the peak of "none", or the middle between "full" and "none" where the share is below "full".
 
@@ -35,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_variants import BY_TITLE, SIZES, TINY, VARIANTS, Size, Variant
+from gpu_variants import BY_TITLE, FIRST, SECOND, SIZES, TINY, Size, Variant
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from small_gpt import Block
 from torch import Tensor, nn
@@ -273,10 +275,11 @@ def budget_of(variant: Variant, results: dict[str, dict[str, Any]], share: float
 def selected(args: argparse.Namespace) -> list[Variant]:
     """The variants to run; "none" is among them where a budget needs it, callbacks are where they exist."""
     callbacks = importlib.import_module("lightning_hybrid.callbacks")
-    chosen = [v for v in VARIANTS if not args.only or v.title in args.only]
+    calls = {0: list(BY_TITLE.values()), 1: FIRST, 2: SECOND}
+    chosen = [v for v in calls[args.call] if not args.only or v.title in args.only]
     needed = {f"{v.size} none" for v in chosen if v.name == "budget"}
     titles = {v.title for v in chosen} | needed
-    return [v for v in VARIANTS if v.title in titles and (not v.callback or hasattr(callbacks, v.callback))]
+    return [v for v in BY_TITLE.values() if v.title in titles and (not v.callback or hasattr(callbacks, v.callback))]
 
 
 def run_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -350,12 +353,28 @@ def print_report(results: dict[str, dict[str, Any]], accelerator: str) -> None:
             print(f"{size}: peak {share:.4f} of the budget (0.95 to 1): {reached}")
 
 
+def run_others(args: argparse.Namespace, end: float) -> None:
+    """Run ring attention and the search for the largest model, until a time."""
+    here = Path(__file__).resolve().parent
+    small = ["--length", "256"] if args.tiny else []
+    largest = ["--width", "64", "--layers", "2"] if args.tiny else []
+    for name, options in (("gpu_ring.py", small), ("gpu_largest.py", [*largest, "--only", "optimizer_in_backward"])):
+        left = end - time.monotonic()
+        if left < LEAST_SECONDS:
+            print(f"{name}: not run: the {args.seconds:.0f} s of --seconds are used")
+            continue
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command = [sys.executable, str(here / name), "--accelerator", args.accelerator, *options]
+            subprocess.run(command, timeout=left, check=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--only", nargs="+", choices=list(BY_TITLE), metavar="VARIANT", help="titles; see --list")
+    parser.add_argument("--call", type=int, choices=(0, 1, 2), default=0, help="which variants; 0 for all")
     parser.add_argument("--list", action="store_true", help="print the titles of the variants, and end")
-    parser.add_argument("--seconds", type=float, default=500, help="for all; variants that are left are not run")
+    parser.add_argument("--seconds", type=float, default=340, help="for all; what is left then is not run")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one variant")
     parser.add_argument("--share", type=float, default=0.6, help='of the peak of "none", as the budget')
     parser.add_argument("--tiny", action="store_true", help="models of toy size")
@@ -372,8 +391,11 @@ def main() -> None:
     elif args.run:
         run_here(args)
     else:
+        begin = time.monotonic()
         print(HEADER, flush=True)
         print_report(run_all(args), args.accelerator)
+        if args.call == 2:
+            run_others(args, begin + args.seconds)
 
 
 if __name__ == "__main__":

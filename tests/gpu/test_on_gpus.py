@@ -1,10 +1,12 @@
 """The first tests to run on GPUs: `python -m pytest -m gpu tests/gpu`. Docs: docs/gpus.md.
 
-Fits on CUDA devices against plain Lightning on one of them. What needs two ranks runs over NCCL where there are two
-devices, and on one device that both ranks share.
+Fits on CUDA devices against plain Lightning on one of them. What needs two ranks runs over NCCL on two devices where
+there are two, and on one that both ranks share, over NCCL and by way of the host.
 """
 
 import dataclasses
+import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from harness.fits import Run, assert_parity, fit, fit_joined_batches, fit_reference, trainer_of
-from harness.gloo_via_host.group import on_one_gpu, prepare
+from harness.one_gpu import on_one_gpu, prepare
+from harness.worlds.worlds_plugin import RankError
 from lightning_hybrid import Hybrid3DStrategy
 from models.cases import Samples, make
 from models.hand_written import Layers
@@ -35,14 +38,21 @@ def needs(count):
 
 
 # How two ranks get devices.
-EACH_ITS_OWN, ONE_FOR_BOTH = "a device each", "one device"
-BOTH_WAYS = [pytest.param(EACH_ITS_OWN, marks=needs(2)), pytest.param(ONE_FOR_BOTH, marks=needs(1))]
+EACH_ITS_OWN = "a device each"
+SHARED = {"one device": {}, "NCCL on one device": {"backend": "nccl"}}
+EACH_WAY = [
+    pytest.param(EACH_ITS_OWN, marks=needs(2)),
+    *(pytest.param(way, marks=needs(1)) for way in SHARED),
+]
+
+
+def options_of(devices, ranks):
+    """The strategy's options by which the ranks get their devices."""
+    return {} if devices == EACH_ITS_OWN else on_one_gpu(ranks, **SHARED[devices])
 
 
 def placed(run, devices):
-    if devices == EACH_ITS_OWN:
-        return run
-    return dataclasses.replace(run, strategy={**run.strategy, **on_one_gpu(run.world_size)})
+    return dataclasses.replace(run, strategy={**run.strategy, **options_of(devices, run.world_size)})
 
 
 class Measured(Layers):
@@ -177,13 +187,13 @@ def test_mixed_precision(worlds, precision):
         check(worlds, case, tolerance=2e-2)
 
 
-@pytest.mark.parametrize("devices", BOTH_WAYS)
+@pytest.mark.parametrize("devices", EACH_WAY)
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks(worlds, name, devices):
     check(worlds, placed(TWO[name], devices))
 
 
-@pytest.mark.parametrize("devices", BOTH_WAYS)
+@pytest.mark.parametrize("devices", EACH_WAY)
 def test_mixed_precision_over_stages(worlds, devices):
     run = Run("GPT2", pp=2, dtype=torch.float32, microbatches=2, trainer={**ON, "precision": "16-mixed"})
     check(worlds, placed(run, devices), reference=fit_joined_batches, tolerance=2e-2)
@@ -196,7 +206,7 @@ def fit_twice(folder, strategy):
     found = []
     for epochs, source in ((2, None), (1, None), (2, f"{folder}/half.ckpt")):
         module = make("GPT2")
-        size = strategy.get("pipeline_parallel_size", 1) * strategy.get("data_parallel_size", 1)
+        size = math.prod(value for name, value in strategy.items() if name.endswith("_parallel_size"))
         options = {"max_epochs": epochs, "accelerator": ACCELERATOR}
         trainer = trainer_of(size, Hybrid3DStrategy(**strategy), [], **options)
         trainer.fit(module, DataLoader(Samples(module.kind, 8), batch_size=4), ckpt_path=source)
@@ -206,22 +216,43 @@ def fit_twice(folder, strategy):
     return found
 
 
-STAGES = {"pipeline_parallel_size": 2}
-SHARDS = {"data_parallel_size": 2, "zero_stage": 3, "offload": "cpu"}
+RESUMED = {
+    "pp2": {"pipeline_parallel_size": 2},
+    "tp2": {"tensor_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "zero3": {"data_parallel_size": 2, "zero_stage": 3, "offload": "cpu"},
+}
 
 
-@pytest.mark.parametrize(
-    ("size", "strategy", "devices"),
-    [
-        pytest.param(1, {"offload": "cpu"}, EACH_ITS_OWN, marks=needs(1), id="offload"),
-        pytest.param(2, STAGES, EACH_ITS_OWN, marks=needs(2), id="pp2"),
-        pytest.param(2, STAGES, ONE_FOR_BOTH, marks=needs(1), id="pp2 on one device"),
-        pytest.param(2, SHARDS, EACH_ITS_OWN, marks=needs(2), id="zero3"),
-        pytest.param(2, SHARDS, ONE_FOR_BOTH, marks=needs(1), id="zero3 on one device"),
-    ],
-)
-def test_resume_from_checkpoint(worlds, tmp_path, size, strategy, devices):
-    strategy = {**strategy, **(on_one_gpu(size) if devices == ONE_FOR_BOTH else {})}
-    for uninterrupted, _, resumed in worlds.run(size, fit_twice, str(tmp_path), strategy, timeout=300):
+@pytest.mark.parametrize("devices", EACH_WAY)
+@pytest.mark.parametrize("strategy", RESUMED.values(), ids=RESUMED)
+def test_resume_over_two_ranks(worlds, tmp_path, strategy, devices):
+    check_resumed(worlds.run(2, fit_twice, str(tmp_path), {**strategy, **options_of(devices, 2)}, timeout=300))
+
+
+@pytest.mark.parametrize("strategy", [pytest.param({"offload": "cpu"}, marks=needs(1), id="offload")])
+def test_resume_on_one_device(worlds, tmp_path, strategy):
+    check_resumed(worlds.run(1, fit_twice, str(tmp_path), strategy, timeout=300))
+
+
+def check_resumed(found):
+    for uninterrupted, _, resumed in found:
         for name, value in uninterrupted.items():
             torch.testing.assert_close(resumed[name], value, rtol=1e-8, atol=1e-10)
+
+
+class Raises(Layers):
+    """Fails in the second batch on one rank."""
+
+    def training_step(self, batch, batch_idx=0):
+        if batch_idx == 1 and self.trainer.strategy.mesh.rank == 1:
+            raise ZeroDivisionError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("devices", EACH_WAY)
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"dp": 2}], ids=["pp2", "dp2"])
+def test_failing_rank_ends_the_fit(worlds, sizes, devices):
+    run = Run(Raises, trainer=ON, strategy={"timeout": timedelta(seconds=60)}, **sizes)
+    with pytest.raises(RankError, match="on purpose"):
+        worlds.run(2, on_gpu, fit, placed(run, devices), timeout=120, grace=70)

@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from harness.communication_cases import CASES
 from harness.fits import Run, fit
-from harness.gloo_via_host.group import BACKEND, on_one_gpu, prepare, register
+from harness.gloo_via_host.group import BACKEND, register
+from harness.one_gpu import on_one_gpu, prepare
 from models.hand_written import Layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device(s)")]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fits import trainer_of
-from harness.gloo_via_host.group import on_one_gpu, prepare
+from harness.one_gpu import on_one_gpu, prepare
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import PipelineTimeline
 from lightning_hybrid.schedule import Kind

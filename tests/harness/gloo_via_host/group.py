@@ -24,19 +24,6 @@ from lightning_hybrid.strategies.world.failures import close_connections
 BACKEND = "gloo_via_host"
 
 
-def on_one_gpu(ranks: int) -> dict[str, Any]:
-    """The options of a strategy whose ranks share the first GPU; the ranks call `prepare` before they make it."""
-    return {"parallel_devices": [torch.device("cuda", 0)] * ranks, "process_group_backend": BACKEND}
-
-
-def prepare(strategy: Mapping[str, Any]) -> None:
-    """On a rank: register the backend if a strategy's options name it, and limit this rank to its share of memory."""
-    if strategy.get("process_group_backend") == BACKEND:
-        register()
-        device = strategy["parallel_devices"][0]
-        torch.cuda.set_per_process_memory_fraction(1 / len(strategy["parallel_devices"]), device)
-
-
 def register() -> None:
     """Make the backend known to torch.distributed; a second call changes nothing."""
     if BACKEND not in dist.Backend.backend_list:
