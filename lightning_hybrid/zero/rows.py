@@ -46,13 +46,13 @@ class ShardRows:
         return all(are_rows for are_rows, _ in self._runs)
 
     def own(self, row: Tensor) -> dict[str, Tensor]:
-        """This rank's shards as views of its row, [numel], by name."""
+        """This rank's shards by name, each of its own shape, as views of its row of shape [numel]."""
         pieces = row[: self.numel].split_with_sizes(list(self.sizes.values()))
         whole = zip(self._shapes.items(), pieces, strict=True)
         return {n: (p if p.numel() == shape.numel() else p[: shape.numel()]).view(shape) for (n, shape), p in whole}
 
     def read(self, rows: Tensor, full: Mapping[str, Tensor]) -> None:
-        """Copy the shards of all ranks, [ranks, numel], into contiguous full tensors."""
+        """Copy rows of shape [ranks, numel] into contiguous full tensors, each of its own shape, by name."""
         for are_rows, names in self._runs:
             if are_rows:
                 start, sizes = self.offsets[names[0]], [self.sizes[name] for name in names]
@@ -64,13 +64,19 @@ class ShardRows:
                         target.copy_(shards)
 
     def joined(self, full: Mapping[str, Tensor], end: Tensor) -> Tensor:
-        """Full tensors as a message of rows, which `are_rows`; ``end`` is what all rows end with, [ranks, numel]."""
+        """Full tensors, by name, each of its own shape, as a message of shape [ranks, numel]; all `are_rows`.
+
+        The message ends with ``end``, which has a row for each rank too.
+        """
         parts = [full[name].reshape(self._num_ranks, -1) for name in self.sizes]
         message = end.new_empty(self._num_ranks, self.numel + end.shape[1])
         return torch.cat([*parts, end], 1, out=message)
 
     def pairs(self, name: str, rows: Tensor, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of rows and of the full tensor for the same shards, few whatever the number of ranks."""
+        """Yield views of rows, of shape [ranks, numel], and of a full tensor, for the same shards, both [ranks, ...].
+
+        They are few whatever the number of ranks.
+        """
         placement = self._placements.get(name)
         views: Iterable[tuple[slice, Tensor]]
         if placement is None:
