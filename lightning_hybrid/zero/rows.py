@@ -57,7 +57,11 @@ class ShardRows:
             if are_rows:
                 start, sizes = self.offsets[names[0]], [self.sizes[name] for name in names]
                 targets = [full[name].view(self._num_ranks, -1) for name in names]
-                torch.split_with_sizes_copy(rows[:, start : start + sum(sizes)], sizes, 1, out=targets)
+                columns = rows[:, start : start + sum(sizes)]
+                if columns.dtype == targets[0].dtype:
+                    torch.split_with_sizes_copy(columns, sizes, 1, out=targets)
+                else:  # rounded for the message
+                    torch._foreach_copy_(targets, columns.split_with_sizes(sizes, 1))
             else:
                 for name in names:
                     for shards, target in self.pairs(name, rows, full[name]):
