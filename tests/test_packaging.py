@@ -51,7 +51,7 @@ def test_metadata(distributions):
     assert metadata["Version"] == __version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
-    extras = {"docs", "examples", "test", "dev", "fairscale", "torchao", "bitsandbytes"}
+    extras = {"docs", "quickstart", "examples", "test", "dev", "fairscale", "torchao", "bitsandbytes"}
     assert extras == set(metadata.get_all("Provides-Extra"))
     assert "lightning<2.7,>=2.6" in metadata.get_all("Requires-Dist")
 

@@ -123,7 +123,9 @@ def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None =
     if cuts is None:
         if num_stages > len(starts):
             line = next((node.line for node in graph.nodes if node.together), None)
-            raise UnfitError(
+            # With several units the number is wrong; a single one means that the step cannot be cut at all.
+            kind = UnfitError if len(starts) > 1 else PartitionError
+            raise kind(
                 f"the step needs {num_stages} stages but has only {counted(len(starts), 'unit')}"
                 " with parameters"
                 + (f", counting all operations of the derivative at {line} as one" if line is not None else "")

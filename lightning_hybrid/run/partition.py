@@ -107,8 +107,7 @@ class ModulePartition:
         try:
             return self._record_step(arguments), None, refusal
         except Exception as error:
-            is_wrong_cut = isinstance(error, UnfitError) and setting.options.pipeline_cuts
-            if isinstance(error, BatchError) or is_wrong_cut or not can_fall_back:
+            if isinstance(error, BatchError | UnfitError) or not can_fall_back:
                 raise
             return (), error, refusal
 

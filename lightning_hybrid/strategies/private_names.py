@@ -37,6 +37,7 @@ PYTORCH: dict[str, tuple[str, ...]] = {
     "loops.training_epoch_loop:_TrainingEpochLoop": (
         *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_on_after_fetch", "_on_before_fetch"),
     ),
+    "strategies.launchers.multiprocessing:_MultiProcessingLauncher": ("_wrapping_function",),
     "strategies.launchers.subprocess_script:_SubprocessScriptLauncher": ("_call_children_scripts",),
     "strategies.launchers": ("_MultiProcessingLauncher", "_SubprocessScriptLauncher"),
     "strategies.parallel:ParallelStrategy": ("_layer_sync",),

@@ -60,6 +60,7 @@ FLOORS = [
     {"planning"},
     {"registration"},
     {"cli", "__init__"},
+    {"__main__"},
 ]
 PEERS = {"pipeline", "tensor", "zero", "experts", "memory", "replicate"}
 PURE = FLOORS[0] | FLOORS[1] | FLOORS[2] | FLOORS[3]

@@ -130,6 +130,18 @@ ADVICE: dict[str, dict[str, str]] = {
 }
 ADVICE["accelerate"] |= {f"fsdp_{name}": advice for name, advice in ADVICE["FSDP"].items()}
 
+# Other names of options: short ones, and Megatron's.
+_SHORT = {
+    **dict.fromkeys(("pp", "pp_size", "pipeline_parallel", "pipeline_model_parallel_size"), "pipeline_parallel_size"),
+    **dict.fromkeys(("tp", "tensor_parallel", "tensor_model_parallel_size"), "tensor_parallel_size"),
+    **dict.fromkeys(("dp", "dp_size", "data_parallel"), "data_parallel_size"),
+    **dict.fromkeys(("cp", "context_parallel"), "context_parallel_size"),
+    **dict.fromkeys(("ep", "ep_size", "expert_parallel", "expert_model_parallel_size"), "expert_parallel_size"),
+    **dict.fromkeys(("zero", "zero_level"), "zero_stage"),
+    **dict.fromkeys(("m", "microbatches"), "num_microbatches"),
+    "virtual_pipeline_model_parallel_size": "stages_per_rank",
+}
+
 if TYPE_CHECKING:
 
     class ForeignKeywords(TypedDict, total=False):
@@ -138,7 +150,7 @@ if TYPE_CHECKING:
 else:
     # A config file of LightningCLI may have declared keywords alone, and would else be refused without the advice.
     ForeignKeywords = TypedDict(
-        "ForeignKeywords", {name: Any for names in ADVICE.values() for name in names}, total=False
+        "ForeignKeywords", {name: Any for names in (*ADVICE.values(), _SHORT) for name in names}, total=False
     )
 
 
@@ -152,6 +164,8 @@ def refuse_foreign(keywords: Mapping[str, Any], own: Collection[str]) -> None:
         ValueError: One is of another library; it names what to set here.
     """
     for name, value in keywords.items():
+        if name in _SHORT:
+            raise TypeError(f"the strategy has no option {name!r}; set {_SHORT[name]}={reprlib.repr(value)}")
         for library, advice in ADVICE.items():
             if name in advice:
                 raise ValueError(f"{name}={reprlib.repr(value)} is a keyword of {library}: {advice[name]}")

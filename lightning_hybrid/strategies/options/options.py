@@ -93,6 +93,7 @@ class Options:
         names = {field.name for field in fields(cls)} - {"sizes", "unset"}
         unset = tuple(name for name in _UNPLANNED if _is_auto(arguments[name]))
         values = {name: _UNPLANNED[name] if name in unset else arguments[name] for name in names}
+        values["schedule"] = _schedule_name(values["schedule"])
         if isinstance(values["compile"], bool):
             values["compile"] = "units" if values["compile"] else None
         if values["reshard_after_forward"] is None:
@@ -372,6 +373,12 @@ def _listed(values: Sequence[Any]) -> str:
 
 def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == "auto"
+
+
+def _schedule_name(schedule: Any) -> Any:
+    """Return the schedule that is meant, also where it is written as in papers and in torch: 1F1B, Interleaved1F1B."""
+    plain = str(schedule).lower().replace("_", "").replace("-", "")
+    return next((name for name in SCHEDULE_NAMES if name.replace("_", "") == plain), schedule)
 
 
 def _is_count(value: Any) -> bool:

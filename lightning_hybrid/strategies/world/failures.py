@@ -21,6 +21,7 @@ from lightning_hybrid.shared_memory.sockets import close_peer_sockets
 from lightning_hybrid.strategies.world.callbacks import RunCallback
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.stop import GracefulStop, SlurmRequeue
+from lightning_hybrid.strategies.world.traces import shorten
 
 # Time for the others to fail by themselves, as they do where all ranks make the same mistake.
 _SECONDS_FOR_PEERS = 1.0
@@ -97,12 +98,18 @@ class RankFailures(RunCallback):
         first = self._publish(cause)
         if lost:
             reason = "another rank of the job has died silently (killed, or out of memory)" if first == cause else first
-            add_error_note(error, f"{here} had to stop: {reason}")
+            text = f"{here} had to stop: {reason}"
+            add_error_note(error, text)
+            shorten(error, f"[rank{self._mesh.rank}]: {text}")
             self._close(reason)
-        elif not self._all_reported(_SECONDS_FOR_PEERS):
-            self._close(first)
-            if self._mesh.rank == 0:
-                self._all_reported(_SECONDS_FOR_READERS)
+            return
+        is_same = first != cause and first.endswith(f" failed: {_brief(error)}")
+        shorten(error, f"[rank{self._mesh.rank}]: {here} failed like {first.partition(' in ')[0]}" if is_same else "")
+        if self._all_reported(_SECONDS_FOR_PEERS):
+            return
+        self._close(first)
+        if self._mesh.rank == 0:
+            self._all_reported(_SECONDS_FOR_READERS)
 
     def _publish(self, cause: str) -> str:
         """Publish a reason unless there is one already; return the one that stands."""

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import io
+import os
+import pickle
+import tempfile
 import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
@@ -12,18 +20,57 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing import ProcessRaisedException
+
+from lightning_hybrid.errors import add_error_note
+from lightning_hybrid.mesh import is_lost_connection
+from lightning_hybrid.strategies.world.traces import shorten, trim
 
 # The results that Lightning's own launcher returns are the weights, `callback_metrics`, and one `best_model_path`.
 _METRICS = ("logged_metrics", "progress_bar_metrics")
 _SECONDS_TO_REPORT = 5.0
+_NAMED_CHECKPOINTS = ("best", "last", "hpc")
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Starts the script once per rank, and leaves the first rank time to report why another one failed."""
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Lightning asks in notebooks alone, and would advise another strategy.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "a notebook cannot be started once per device: set Hybrid3DStrategy(..., start_method='fork'), or"
+            " strategy='hybrid3d_notebook'"
+        )
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start the ranks, after a look at what would end all of them."""
+        check_checkpoint_path(function, *args, **kwargs)
+        return super().launch(function, *args, **kwargs)
+
     def _call_children_scripts(self) -> None:
         super()._call_children_scripts()
         self.procs: Any = [_Child(process) for process in self.procs]
+
+
+def check_checkpoint_path(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> None:
+    """Look for the checkpoint that a method of the Trainer is called with, before ranks start.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder; names those that are there.
+    """
+    path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+    if not isinstance(path, str | os.PathLike) or path in _NAMED_CHECKPOINTS or ":" in str(path) or Path(path).exists():
+        return
+    folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
+    found = (each for depth in range(4) for each in folder.glob("*/" * depth + "*.ckpt"))
+    near = sorted(found, key=lambda each: each.stat().st_mtime)[-5:]
+    there = f"; there are {', '.join(map(str, near))}" if near else f"; {folder} has none"
+    raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint{there}")
 
 
 class _Child:
@@ -52,6 +99,43 @@ class _Child:
 
 class ForkedRanksLauncher(_MultiProcessingLauncher):
     """Forks the ranks, and returns the progress of the loops, logged values and paths of checkpoints from the first."""
+
+    _errors = Path()  # where ranks leave theirs
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Fork the ranks, after a look at what would end all of them; an error of a rank is raised as itself."""
+        check_checkpoint_path(function, *args, **kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            self._errors = Path(folder)
+            try:
+                return super().launch(function, *args, **kwargs)
+            except ProcessRaisedException as failure:
+                error = self._first_error() or failure
+        shorten(error)
+        raise error
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+        except Exception as error:
+            note = f"raised on rank {process_idx}:\n{''.join(traceback.format_tb(trim(error).__traceback__))}"
+            with contextlib.suppress(Exception):  # an error that cannot be pickled arrives as text
+                content = is_lost_connection(error), process_idx, error, note.rstrip()
+                (self._errors / f"{process_idx}.part").write_bytes(pickle.dumps(content))
+                (self._errors / f"{process_idx}.part").rename(self._errors / str(process_idx))
+            raise
+
+    def _first_error(self) -> Exception | None:
+        """Return the error of a rank, rather one that failed by itself than one that lost its connection to it."""
+        found = []
+        for path in self._errors.glob("*[0-9]"):
+            with contextlib.suppress(Exception):
+                found.append(pickle.loads(path.read_bytes()))
+        if not found:
+            return None
+        _, _, error, note = min(found, key=lambda each: each[:2])
+        add_error_note(error, note)
+        return error
 
     @property
     def has_run(self) -> bool:

@@ -139,6 +139,7 @@ def refused(module, options):
     [
         (ByRank, ["RanksDisagree", "logged", "on every rank"], {}),
         (LoopsByRank, ["RanksDisagree", "ends the step", "reads 'layers.1.0.weight'", "test_gathering"], {}),
+        (Straight, ["UnfitError", "needs 16 stages but has only", "to 3 or less"], {"stages_per_rank": 8}),
         (Straight, ["UnfitError", "pipeline_cuts names 'nothing'", "nearest"], {"pipeline_cuts": ["nothing"]}),
     ],
 )

@@ -71,6 +71,26 @@ def test_unknown_keywords(name, nearest):
         Hybrid3DStrategy(**{name: 2})
 
 
+@pytest.mark.parametrize(
+    ("name", "own"), [("pp", "pipeline_parallel_size"), ("dp", "data_parallel_size"), ("zero", "zero_stage")]
+)
+def test_short_names(name, own):
+    with pytest.raises(TypeError, match=f"no option '{name}'; set {own}=2$"):
+        Hybrid3DStrategy(**{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("1F1B", "1f1b"), ("GPipe", "gpipe"), ("Interleaved1F1B", "interleaved_1f1b"), ("DualPipeV", "dualpipe_v")],
+)
+def test_schedules_as_in_papers(written, meant):
+    stages = 2 if meant in ("interleaved_1f1b", "dualpipe_v") else 1
+    strategy = Hybrid3DStrategy(pipeline_parallel_size=2, stages_per_rank=stages, schedule=written)
+    assert strategy.options.schedule == meant
+    with pytest.raises(ValueError, match="schedule='2F2B' is unknown; use one of gpipe, 1f1b"):
+        Hybrid3DStrategy(schedule="2F2B")
+
+
 @pytest.mark.filterwarnings("ignore")  # LightningCLI calls deprecated functions of jsonargparse
 def test_yaml_of_lightning_cli(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])

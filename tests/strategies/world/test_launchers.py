@@ -8,8 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 
 from harness.launched_jobs import TESTS, run, start, torchrun
+from lightning_hybrid import Hybrid3DStrategy
+from models.tiny import Tiny, loader
 
 FIT = """
     import sys, warnings
@@ -137,6 +140,28 @@ def test_one_failing_rank_ends_the_job(tmp_path, fault, launcher):
         assert "rank 1 (pipeline rank 1 of 2) in stage 1 of 2" in survivor[2]
     else:
         assert survivor[2] == "another rank of the job has died silently (killed, or out of memory)"
+
+
+@pytest.mark.parametrize("method", ["popen", "fork"])
+def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
+    (tmp_path / "version_0/checkpoints").mkdir(parents=True)
+    saved = tmp_path / "version_0/checkpoints/last.ckpt"
+    saved.touch()
+    strategy = Hybrid3DStrategy(pipeline_parallel_size=2, start_method=method)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+    with pytest.raises(FileNotFoundError, match=f"version_1.*there is no such checkpoint; there are {saved}"):
+        trainer.fit(Tiny(), loader(4), ckpt_path=tmp_path / "version_1/checkpoints/last.ckpt")
+    assert not trainer.strategy.launcher.procs
+    with pytest.raises(FileNotFoundError, match=f"{saved.parent}/empty has none"):
+        (saved.parent / "empty").mkdir()
+        trainer.validate(Tiny(), loader(4), ckpt_path=str(saved.parent / "empty/other.ckpt"))
+
+
+def test_notebook_is_refused(monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    with pytest.raises(RuntimeError, match=r"start_method='fork'.*strategy='hybrid3d_notebook'"):
+        Trainer(accelerator="cpu", devices=2, strategy=Hybrid3DStrategy(pipeline_parallel_size=2))
+    Trainer(accelerator="cpu", devices=2, strategy=Hybrid3DStrategy(start_method="fork"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,67 @@
+"""What Python prints of an error that ends a run: the frames of the user's code, on the rank that failed.
+
+Between the user's ``fit`` and the user's step lie a hundred frames of Lightning, torch and this package. They are shown
+where they are the news: an error that this package did not raise on purpose, and in Python's development mode.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import lightning
+import torch
+
+_OWN = str(Path(__file__).resolve().parents[2])
+# "<string>" has the methods that dataclasses write.
+_LIBRARIES = ("<string>", _OWN, *lightning.__path__, *torch.__path__)
+
+
+def shorten(error: BaseException, line: str = "") -> None:
+    """Let Python print an error that nothing catches by frames of the user's code; by one ``line``, where given."""
+    if sys.flags.dev_mode:
+        return
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, frames: TracebackType | None) -> None:
+        if value is error and line:
+            print(line, file=sys.stderr, flush=True)
+            return
+        hook(kind, value, trim(value).__traceback__ if value is error else frames)
+
+    sys.excepthook = show
+
+
+def trim(error: BaseException) -> BaseException:
+    """Leave only frames of the user's code in an error's traceback, and the last frame if it is another library's."""
+    frames = list(_frames(error.__traceback__))
+    if frames and not _is_unexpected(frames[-1]):
+        kept = [each for each in frames if not _file(each).startswith(_LIBRARIES)]
+        if frames[-1] not in kept and not _file(frames[-1]).startswith(_OWN):
+            kept.append(frames[-1])
+        trace = None
+        for each in reversed(kept):
+            trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        error.__traceback__ = trace
+    if error.__context__ is not None:
+        trim(error.__context__)
+    return error
+
+
+def _is_unexpected(last: TracebackType) -> bool:
+    """Whether an error comes from this package, and from another statement than ``raise``."""
+    line = linecache.getline(_file(last), last.tb_lineno)
+    return _file(last).startswith(_OWN) and not line.lstrip().startswith("raise")
+
+
+def _frames(frames: TracebackType | None) -> Iterator[TracebackType]:
+    while frames is not None:
+        yield frames
+        frames = frames.tb_next
+
+
+def _file(frame: TracebackType) -> str:
+    return frame.tb_frame.f_code.co_filename

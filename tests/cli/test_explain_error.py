@@ -1,0 +1,46 @@
+"""`lightning-hybrid explain-error` has an entry for each error that names one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_hybrid
+from lightning_hybrid.cli import main
+from lightning_hybrid.errors import LayoutError
+
+PACKAGE = Path(lightning_hybrid.__file__).parent
+
+
+def test_each_entry_that_the_code_names_is_found(capsys):
+    names = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'entry="([\w-]+)"', path.read_text())}
+    assert len(names) > 100
+    for name in names:
+        assert main(["explain-error", name]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}\n")
+
+
+def test_the_note_of_an_error_is_a_command(capsys):
+    [note] = LayoutError("m", entry="world-size").__notes__
+    command = re.search(r"lightning-hybrid (explain-error [\w-]+)", note)[1]
+    assert main(command.split()) == 0
+    out = capsys.readouterr().out
+    assert "The sizes do not multiply to the number of processes" in out and "[" not in out and "`" not in out
+
+
+def test_words_of_a_message_are_found(capsys):
+    assert main(["explain-error", "the world has"]) == 0
+    assert "world-size" in capsys.readouterr().out
+
+
+def test_the_nearest_names_are_listed(capsys):
+    assert main(["explain-error", "wrld-size"]) == 2
+    assert "world-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["help"], ["help", "plan"]])
+def test_help(capsys, arguments):
+    with pytest.raises(SystemExit) as status:
+        main(arguments)
+    assert status.value.code == 0
+    assert f"lightning-hybrid {' '.join(arguments[1:])}".strip() in capsys.readouterr().out

@@ -1,0 +1,90 @@
+"""An error that ends a run is printed by the user's frames, once; the other ranks print one line."""
+
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from harness.launched_jobs import run
+from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.strategies.world.traces import trim
+
+SCRIPT = """
+import sys
+from lightning.pytorch import Trainer
+import lightning_hybrid
+from models.tiny import Tiny, loader
+
+class Model(Tiny):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.trainer.strategy.mesh.rank in {ranks}:
+            raise ZeroDivisionError("on purpose")
+        return self.loss(batch)
+
+def main():
+    strategy = lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=2, start_method={method!r})
+    trainer = Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+                      strategy=strategy, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Model(), loader(4))
+
+main()
+"""
+
+
+def output_of(folder, **values):
+    path = Path(folder, "train.py")
+    path.write_text(SCRIPT.format(**values))
+    code, output, _ = run([sys.executable, str(path)])
+    assert code != 0
+    return output
+
+
+def files_in(text):
+    return set(re.findall(r'File "([^"]*)"', text))
+
+
+@pytest.mark.parametrize("ranks", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
+def test_one_rank_prints_frames_of_the_user(tmp_path, ranks):
+    output = output_of(tmp_path, ranks=ranks, method="popen")
+    assert output.count("Traceback") == 1
+    assert files_in(output) == {str(tmp_path / "train.py")}
+    assert output.count("ZeroDivisionError: on purpose\n") == (2 if ranks == [1] else 1), output
+    [other] = re.findall(r"^\[rank\d\]: rank .*(?:had to stop|failed like).*", output, re.MULTILINE)
+    assert "failed like rank" in other or "had to stop: rank 1" in other
+
+
+@pytest.mark.slow
+def test_error_of_a_forked_rank_keeps_its_type(tmp_path):
+    output = output_of(tmp_path, ranks=[1], method="fork")
+    assert output.count("Traceback") == 1 and "ProcessRaisedException" not in output
+    assert files_in(output) == {str(tmp_path / "train.py")}
+    assert "ZeroDivisionError: on purpose\n" in output and "raised on rank 1:\n" in output
+
+
+def frames_of(function):
+    try:
+        function()
+    except Exception as error:
+        return [Path(frame.filename).name for frame in traceback.extract_tb(trim(error).__traceback__)]
+    raise AssertionError
+
+
+def test_refusals_of_the_package_show_the_call():
+    assert frames_of(lambda: ParallelLayout(pipeline_parallel_size=0)) == [Path(__file__).name] * 2
+    with pytest.raises(LayoutError):
+        ParallelLayout(pipeline_parallel_size=0)
+
+
+def test_errors_of_torch_show_the_call_and_where():
+    found = frames_of(lambda: nn.Linear(2, 2)(torch.zeros(3)))
+    assert found == [Path(__file__).name] * 2 + ["linear.py"]
+
+
+def test_unexpected_errors_of_the_package_show_all_frames():
+    found = frames_of(lambda: ParallelLayout(pipeline_parallel_size=2).data_rank("1"))
+    assert found[-1] == "layout.py"
