@@ -95,12 +95,10 @@ class ParameterGroup:
         # Full gradients of earlier batches: hooks of the user see them with the present one added.
         self._accumulated: dict[str, Tensor] = {}
         self._unused: dict[str, Tensor] = {}  # the same, of parameters that this rank has not gathered
-        self.is_full = False
-        self._is_pinned = False
+        self.is_full = self._is_pinned = self._is_read = False
         self._state_at_pin: dict[str, tuple[int, int]] = {}
         self.trained: list[str] = []
         self._on_read: GatherCallbacks | None = None  # gathers for code outside the layer, where such code is guarded
-        self._is_read = False
         self._gather_group = ranks.shard
         self._observer: GradientObserver | None = None
         self._on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
@@ -140,6 +138,11 @@ class ParameterGroup:
     def has_own_shards(self) -> bool:
         """Whether shards have other memory than full parameters, which are rounded, or freed between steps."""
         return not self.keeps_full or self._sent_dtype != self._empty.dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has shards, and not all of each parameter."""
+        return bool(self._placements)
 
     @property
     def is_full_or_gathering(self) -> bool:
@@ -193,9 +196,8 @@ class ParameterGroup:
 
     def _unpack(self, rows: Tensor) -> None:
         """Copy the shards of all ranks, [ranks, numel], into the full parameters."""
-        for name, freed in self._freed.items():
-            if name not in self._full:
-                self._full[name] = self._empty.new_empty(freed.shape)
+        missing = [name for name in self._freed if name not in self._full]
+        self._full.update((name, self._empty.new_empty(self._freed[name].shape)) for name in missing)
         self._rows.read(rows, self._full)
         if not self.has_own_shards:
             for name, full in self._full.items():

@@ -75,6 +75,7 @@ class GatherRounds:
 
         ``prefetched`` are of the layer after the next one, if it comes next on all ranks.
         """
+        requested = [group for group in requested if group.is_sharded]
         wanted = [self._positions[id(group)] for group in requested]
         self.forecast.add([position for position in wanted if not self._groups[position].is_full])
         self._early.difference_update(wanted)

@@ -8,10 +8,11 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
-from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.fits import Run, assert_parity, check, fit, fit_reference
 from lightning_hybrid.zero.forecast import Forecast
 from lightning_hybrid.zero.rounds import GatherRounds
 from models.hand_written import WIDTH, Layers, mlp
+from models.mixtures import Mixtral
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 NUM_LAYERS = 12
@@ -94,6 +95,18 @@ def test_a_rank_that_calls_other_layers_than_agreed(worlds, case, dp):
     assert_parity(ranks, reference, run)
     rounds = ranks[0].extra
     assert min(rounds[batch] for batch in WILD) > rounds[7] < rounds[0]  # agreed again in batch 7
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(Mixtral, dp=2, ep=2, num_batches=5, strategy=BY_LAYER),  # experts are full
+        Run(TwelveLayers, pp=2, dp=2, num_batches=5, microbatches=4, strategy=BY_LAYER),
+    ],
+    ids=["experts", "stages"],
+)
+def test_agreed_gathers_beside_other_axes(worlds, run):
+    check(worlds, run)
 
 
 def test_parts_are_foreseen_once_they_repeat():
