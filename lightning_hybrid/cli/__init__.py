@@ -6,7 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hybrid.cli import checkpoint, dryrun, env, explain, explain_error, hardware, plan, schedule, verify
+from lightning_hybrid.cli import (
+    checkpoint,
+    dryrun,
+    env,
+    explain,
+    explain_error,
+    hardware,
+    migrate,
+    plan,
+    schedule,
+    verify,
+)
 from lightning_hybrid.cli.classes import split_class_flags
 from lightning_hybrid.cli.command import EXIT_STATUSES, PROBLEM, USAGE, UsageError
 from lightning_hybrid.errors import CheckpointError
@@ -26,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"lightning-hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for subcommand in (verify, explain, plan, dryrun, schedule, hardware, checkpoint, env, explain_error):
+    for subcommand in (verify, explain, plan, dryrun, schedule, hardware, checkpoint, migrate, env, explain_error):
         subcommand.add_to(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in ([], ["help"]):

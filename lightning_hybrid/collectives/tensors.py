@@ -42,9 +42,10 @@ def aligned_numel(numel: int, dtype: torch.dtype) -> int:
 
 
 # By the names of torch 2.13 and of those before, looked up at the call: a run that is recorded replaces them.
-def all_gather_single(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
-    """All-gather flat tensors of one length into one, in the order of the ranks."""
-    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, tensor, group=group)
+def all_gather_single(output: Tensor, tensor: Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
+    """All-gather flat tensors of one length into one, in the order of the ranks; with ``async_op`` returns the work."""
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return run(output, tensor, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:

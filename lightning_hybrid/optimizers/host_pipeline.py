@@ -64,6 +64,7 @@ class HostStepPipeline:
             nn.Parameter(value, requires_grad=p.requires_grad) for p, value in zip(parameters, copied[::2], strict=True)
         ]
         for copy_of_p, gradient in zip(on_host, copied[1::2], strict=True):
+            copy_of_p.grad_dtype = None  # any: of the parameter, or float32
             copy_of_p.grad = gradient
         increment_version(list(parameters))  # an operation of the backward that still reads one is an error
         layer = [(p, p.data, copy_of_p) for p, copy_of_p in zip(parameters, on_host, strict=True)]

@@ -31,7 +31,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `GatherCallbacks` by level
 _UNGUARDED_PROPERTIES = frozenset(
-    {"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "_backward_hooks", "is_cuda", "names"}
+    {"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "grad_dtype", "is_cuda", "names"}
+    | {"_backward_hooks"}
 )
 _IDENTITY = frozenset(
     {"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_floating_point"}

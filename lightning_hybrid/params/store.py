@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent
@@ -141,6 +142,17 @@ def _put(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
     parameter.grad = None  # torch refuses data of another shape or device beside a gradient
     parameter.data = data
     parameter.grad = gradient
+
+
+def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """Add the gradients of a parameter of any shape in a dtype from now on; None for its own, whatever that will be."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = dtype
+        if gradient is not None:
+            gradient, data = gradient.detach().to(dtype or parameter.dtype), parameter.data
+            swap_in(parameter, data.new_empty(()).expand(gradient.shape), gradient)  # a full one may be beside a shard
+            swap_out(parameter, data)
 
 
 def set_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespace import package_in_use
+from lightning_hybrid.params import store
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.precision.float8 import Float8, Float8Layers
 from lightning_hybrid.precision.float32_step import Float32Step, Rounding, check_float32_options, round_to_nearest
@@ -45,7 +46,8 @@ class HybridPrecision(MixedPrecision):
             in bfloat16, with probabilities of which the expectation is the float32 value; for "bf16-true" only. Its
             states are float32, and no float32 copies of parameters are kept.
         reduce_dtype: dtype in which gradients are sent and summed over replicas, with and without ZeRO, as in FSDP2's
-            `MixedPrecisionPolicy`; that of the parameters if None. "float32", or `torch.float32`.
+            `MixedPrecisionPolicy`; that of the parameters if None. "float32", or `torch.float32`. With optimizers that
+            step in float32 it is the dtype in which gradients of microbatches and batches are added too.
         gather_dtype: dtype in which ZeRO sends parameters (of FSDP2's `param_dtype`, the part that is sent); shards
             keep the parameters' dtype, which gathered values have too. That of the parameters if None.
         float8: multiply in the linear layers in float8; everything else stays in the precision above.
@@ -151,6 +153,23 @@ class HybridPrecision(MixedPrecision):
     def steps_in_float32(self) -> bool:
         """Whether optimizers step float32 copies of bfloat16 parameters."""
         return self.master_weights or self.stochastic_rounding
+
+    def dtype_of_gradient(self, parameter: Tensor) -> torch.dtype:
+        """The dtype in which gradients of a parameter of any shape are added, over microbatches and batches."""
+        is_wide = self.steps_in_float32 and self.reduce_dtype is torch.float32 and parameter.dtype is torch.bfloat16
+        return torch.float32 if is_wide else parameter.dtype
+
+    @contextlib.contextmanager
+    def adding_gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Inside, gradients of parameters are added in another dtype where `dtype_of_gradient` is one."""
+        chosen = [p for p in parameters if self.dtype_of_gradient(p) is not p.dtype]
+        for p in chosen:
+            store.set_gradient_dtype(p, torch.float32)
+        try:
+            yield
+        finally:
+            for p in chosen:
+                store.set_gradient_dtype(p, None)
 
     @property
     def description(self) -> str:

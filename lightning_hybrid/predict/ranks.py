@@ -37,6 +37,17 @@ class ParameterOnRank:
     state_bytes: int | None  # of the optimizer's states for it; None if unknown
     is_trained: bool  # whether it takes gradients
     layer: str = ""  # the layer with which ZeRO gathers it
+    gradient_size: int = 1  # bytes of its gradient for each of its own
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient that the backward computes; 0 if it takes none."""
+        return self.nbytes * self.gradient_size if self.is_trained else 0
+
+    @property
+    def gradient_shard_bytes(self) -> int:
+        """Bytes of the shard of the gradient over replicas; 0 if it takes none."""
+        return self.shard_bytes * self.gradient_size if self.is_trained else 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ def estimate_rank_memory(
     """Estimate the memory of one rank, or of one of its stages; ``footprint`` tells what is not here at all times."""
     members = list(parameters)
     trained = [each for each in members if each.is_trained]
-    here = footprint or Footprint(sum(each.nbytes for each in members), sum(each.nbytes for each in trained), 0)
+    here = footprint or Footprint(sum(each.nbytes for each in members), sum(each.gradient_bytes for each in trained), 0)
     states = _sum([each.state_bytes for each in trained])
     return RankMemory(optimizer_states=states, activations=activations, **here._asdict(), **others)
 

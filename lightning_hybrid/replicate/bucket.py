@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.host_copies import read_all
+from lightning_hybrid.step.objects.tensors import gradient_dtype
 
 if TYPE_CHECKING:
     from lightning_hybrid.slow_links.average import CompressedAverage, PendingAverage
@@ -40,7 +41,7 @@ class GradientBucket:
         self.indices = indices
         self.parameters = parameters
         self.flat = torch.zeros(numel + len(parameters) + 1, dtype=dtype or first.dtype, device=first.device)
-        self.is_cast = self.flat.dtype != first.dtype
+        self.is_cast = self.flat.dtype != gradient_dtype(first)
         self.views: list[Tensor] = []
         self._layouts: list[tuple[tuple[int, ...], int]] = []
         offset = 0
@@ -139,7 +140,7 @@ class GradientBucket:
         if not self.is_cast:
             parameter.grad = view
         elif parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = view.to(parameter.dtype)
+            parameter.grad = view.to(gradient_dtype(parameter))
         else:
             parameter.grad.copy_(view)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.replicate.bucket import GradientBucket, receive
-from lightning_hybrid.step.objects.tensors import GradientHook, GradientObserver
+from lightning_hybrid.step.objects.tensors import GradientHook, GradientObserver, gradient_dtype
 
 if TYPE_CHECKING:
     from lightning_hybrid.slow_links.average import CompressedAverage
@@ -311,7 +311,7 @@ class GradientReducer:
             average = average_sparse(gradient, parameter, self._group)
             if dense is not None:
                 assert average is not None
-                average = (average + dense.to(parameter.dtype).to_sparse(1)).coalesce()
+                average = (average + dense.to(average.dtype).to_sparse(1)).coalesce()
             parameter.grad = average
             self._show_averages([parameter])
 
@@ -394,7 +394,7 @@ def average_sparse(gradient: Tensor | None, parameter: Tensor, group: ProcessGro
 
     # Messages of one collective have one length; the rows after a rank's count are padding.
     indices = torch.zeros(max(counts), dtype=torch.int64, device=parameter.device)
-    values = parameter.new_zeros(max(counts), *parameter.shape[1:])
+    values = parameter.new_zeros(max(counts), *parameter.shape[1:], dtype=gradient_dtype(parameter))
     if rows is not None:
         indices[: rows._nnz()] = rows.indices()[0]
         values[: rows._nnz()] = rows.values() / size

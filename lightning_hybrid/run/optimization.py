@@ -145,6 +145,7 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
         shardings=run.parts.shardings,
     )
     run.until_end.callback(undo)
+    run.until_end.enter_context(precision.adding_gradients(setting.module.parameters()))
 
 
 def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:

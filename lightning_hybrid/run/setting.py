@@ -106,6 +106,11 @@ class Setting:
         """Whether the optimizers step bfloat16 parameters in float32."""
         return isinstance(self.precision, HybridPrecision) and self.precision.steps_in_float32
 
+    def dtype_of_gradient(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which gradients of a parameter, of any shape, are added."""
+        plugin = self.precision
+        return plugin.dtype_of_gradient(parameter) if isinstance(plugin, HybridPrecision) else parameter.dtype
+
     @property
     def sizes_of_states(self) -> dict[str, bool]:
         """The arguments of `StateSizes`: steps in float32, copies that are kept, trials of a user's own step.

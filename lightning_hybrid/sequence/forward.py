@@ -100,6 +100,7 @@ class ShardedSequence(FullSequence):
         # Code that contains no linear that exchanges works on the shard of a context rank.
         self._of_region = {fqn for fqn in plan.shown if not any(_is_inside(linear, fqn) for linear in plan.features)}
         self._shards: dict[tuple[int, bool], tuple[Tensor, SequenceShard, int]] = {}
+        self._read: list[SequenceShard] = []  # by the linears of the present region
         self.inputs: dict[str, tuple[int, ...]] = {}
         self.outputs: tuple[int, ...] = plan.outputs
         self.is_local, self.attends_by_ring = True, plan.ring_attention
@@ -217,11 +218,18 @@ class ShardedSequence(FullSequence):
 
     # --- outputs of regions -------------------------------------------------------------------------------------------
 
+    def read_in_region(self, local: Tensor) -> SequenceShard:
+        """The lazy tensor, of the shape that tensor ranks have together, for a linear in a region."""
+        value = self.represent(local, of_region=True)
+        if not any(value is other for other in self._read):
+            self._read.append(value)
+        return value
+
     def reduce_scatter(self, addend: Tensor, sharding: AnySharding) -> Tensor:
         """This rank's positions of the sum of the ranks' addends, which have the full shape of the sharding."""
         _check_length(addend, sharding)
-        self.is_local = True
-        return positions.leave(addend, sharding)
+        self.is_local, read, self._read = True, self._read, []
+        return positions.leave(addend, sharding, read)
 
     def summed(self, addend: Tensor, ranks: Ranks) -> Tensor:
         """This rank's positions of the sum of the ranks' addends, which have the full shape."""

@@ -14,6 +14,7 @@ Jacobs et al. 2023, section 3.1). Sequences need not be a multiple of the ranks:
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_hybrid.collectives.tensors import LinearMap, Map
 from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.step.standins.tensors import LazyFullTensor, materialize
-from lightning_hybrid.tensor.collectives import Ranks
+from lightning_hybrid.tensor.collectives import Arriving, Ranks
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,33 @@ class SequenceSharding:
     def local_positions(self, full: Tensor) -> Tensor:
         """This rank's positions, contiguous, of a tensor of any shape with ``length`` positions in ``dim``."""
         lengths = self.lengths
-        return full.narrow(self.dim, sum(lengths[: self.ranks.rank]), lengths[self.ranks.rank]).contiguous()
+        local = full.narrow(self.dim, sum(lengths[: self.ranks.rank]), lengths[self.ranks.rank])
+        # No view, which autograd would not let change in place as a result of its function.
+        return local.clone(memory_format=torch.contiguous_format)
 
     def gathered(self, local: Tensor) -> Tensor:
         """All-gathers the full shape, with ``length`` positions, from each rank's ``local_length`` positions."""
-        lengths = self.lengths
-        short = max(lengths) - local.shape[self.dim]
-        if short:  # gathered tensors have one shape
+        return self._joined(self.ranks.all_gather(self._of_one_shape(local)))
+
+    def start_gather(self, local: Tensor) -> Arriving:
+        """Begins to gather, from each rank's ``local_length`` positions, what `arrived` makes the full shape of."""
+        return self.ranks.start_all_gather(self._of_one_shape(local))
+
+    def arrived(self, arriving: Arriving) -> Tensor:
+        """The full shape, with ``length`` positions, as `gathered`."""
+        return self._joined(arriving.wait())
+
+    def _of_one_shape(self, local: Tensor) -> Tensor:
+        """The local positions, and as many more as the largest shard has."""
+        short = self.lengths[0] - local.shape[self.dim]
+        if short:
             local = torch.cat([local, local.new_zeros(_with_size(local, self.dim, short))], self.dim)
-        shards = self.ranks.all_gather(local.contiguous())
-        return torch.cat([shard.narrow(self.dim, 0, n) for shard, n in zip(shards, lengths, strict=True)], self.dim)
+        return local.contiguous()
+
+    def _joined(self, shards: Iterable[Tensor]) -> Tensor:
+        """The full shape from the shards of all ranks, all of the shape of the largest."""
+        pairs = zip(shards, self.lengths, strict=True)
+        return torch.cat([shard.narrow(self.dim, 0, length) for shard, length in pairs], self.dim)
 
     def scatter(self, full: Tensor) -> list[Tensor]:
         """Sends each rank its positions of the full shape; returns ``local_length`` positions of each rank's value."""
@@ -131,9 +149,19 @@ def enter(local: Tensor, sharding: AnySharding) -> Tensor:
     return LinearMap.apply(local, sharding.gathered, sharding.summed)
 
 
-def leave(addend: Tensor, sharding: AnySharding) -> Tensor:
-    """Reduce-scatters: this rank's positions of the sum of the ranks' addends, which have the full shape."""
-    return LinearMap.apply(addend, sharding.summed, sharding.gathered)
+def leave(addend: Tensor, sharding: AnySharding, read: Sequence[SequenceShard] = ()) -> Tensor:
+    """Reduce-scatters: this rank's positions of the sum of the ranks' addends, which have the full shape.
+
+    The backward begins here to gather again what the region has ``read``, and needs at its end.
+    """
+
+    def gathered(grad: Tensor) -> Tensor:
+        full = sharding.gathered(grad)
+        for shard in read:
+            shard.prefetch()
+        return full
+
+    return LinearMap.apply(addend, sharding.summed, gathered if read else sharding.gathered)
 
 
 def to_heads(local: Tensor, sharding: SequenceSharding, features: Shard) -> Tensor:
@@ -183,6 +211,7 @@ class SequenceShard(LazyFullTensor):
     sharding: AnySharding  # which positions these are
     _entered: Tensor | None
     _regathered: Tensor | None
+    _arriving: list[Arriving]  # one at most
     _saved: int
 
     @classmethod
@@ -191,7 +220,7 @@ class SequenceShard(LazyFullTensor):
         value: SequenceShard = _RepresentSequence.apply(local, sharding)
         value.local, value.sharding = local, sharding
         value._entered = value._gathered = value._regathered = None
-        value._saved = 0
+        value._saved, value._arriving = 0, []
         return value
 
     def gather_shards(self) -> Tensor:
@@ -223,8 +252,18 @@ class SequenceShard(LazyFullTensor):
 
         return saved_tensors_hooks(pack, unpack)
 
+    def prefetch(self) -> None:
+        """Begins to gather the positions that a backward will need, if it is to run under what comes before."""
+        sharding = self.sharding
+        if self._arriving or self._saved <= 0 or not isinstance(sharding, SequenceSharding):
+            return
+        if sharding.ranks.overlaps:
+            self._arriving.append(sharding.start_gather(self.local.detach()))
+
     def _regather(self) -> Tensor:
         # Queries, keys and values read the same: it is gathered once for all of them.
+        if self._arriving and isinstance(self.sharding, SequenceSharding):
+            self._regathered = self.sharding.arrived(self._arriving.pop())
         full = self.sharding.gathered(self.local.detach()) if self._regathered is None else self._regathered
         self._saved -= 1
         self._regathered = full if self._saved > 0 else None

@@ -227,12 +227,12 @@ class Zero(Technique):
             return None
         layers: dict[str, int] = {}
         for each in parameters:
-            size = (each.nbytes if self.stage == 3 else 0) + (each.nbytes if each.is_trained else 0)
+            size = (each.nbytes if self.stage == 3 else 0) + each.gradient_bytes
             layers[each.layer] = layers.get(each.layer, 0) + size
         outside, sizes = layers.pop("", 0), sorted(layers.values())
         return Footprint(
             parameters=sum(each.shard_bytes if self.stage == 3 else each.nbytes for each in parameters),
-            gradients=sum(each.shard_bytes for each in parameters if each.is_trained),
+            gradients=sum(each.gradient_shard_bytes for each in parameters),
             gathered=outside + sum(sizes[-2:] if self.gathers_per_layer(run) else sizes),
         )
 

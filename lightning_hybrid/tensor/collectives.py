@@ -40,6 +40,10 @@ class Ranks:
         """The tensors of all ranks, in their order; all have one shape."""
         return [tensor]
 
+    def start_all_gather(self, tensor: Tensor) -> Arriving:
+        """Begins to gather the tensors of all ranks, of one shape: ``(ranks, *shape)`` arrives."""
+        return Arriving(torch.stack(self.all_gather(tensor)))
+
     def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
         return blocks
@@ -109,9 +113,17 @@ class GroupRanks(Ranks):
         """The tensors of all ranks, in their order; all have one shape."""
         if self._memory is not None:
             return self._memory.all_gather(tensor.contiguous())
+        return list(self._gather(tensor, async_op=False).wait().unbind())
+
+    def start_all_gather(self, tensor: Tensor) -> Arriving:
+        """Begins to gather the tensors of all ranks, of one shape: ``(ranks, *shape)`` arrives."""
+        return self._gather(tensor, async_op=True) if self.overlaps else super().start_all_gather(tensor)
+
+    def _gather(self, tensor: Tensor, *, async_op: bool) -> Arriving:
         flat = tensor.new_empty(self.size * tensor.numel())
-        all_gather_single(_as_real(flat), _as_real(tensor.reshape(-1)), group=self.group)
-        return list(flat.view(self.size, *tensor.shape).unbind())
+        sent = _as_real(tensor.reshape(-1))
+        work = all_gather_single(_as_real(flat), sent, group=self.group, async_op=async_op)
+        return Arriving(flat.view(self.size, *tensor.shape), *([work] if async_op else []))
 
     def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
@@ -135,9 +147,10 @@ class GroupRanks(Ranks):
         own, width = blocks[self.rank], max(block.numel() for block in blocks)
         if len({block.shape for block in blocks}) > 1:  # rows of a message have one length
             blocks = [F.pad(block.reshape(-1), (0, width - block.numel())) for block in blocks]
-        total = own.new_empty(width)
-        reduce_scatter_single(_as_real(total), _as_real(_joined(blocks)), group=self.group)
-        return total[: own.numel()].view(own.shape)
+        # No view: autograd refuses in-place operations on results of its functions that are views.
+        total = own.new_empty(own.shape if own.numel() == width else width)
+        reduce_scatter_single(_as_real(total.view(-1)), _as_real(_joined(blocks)), group=self.group)
+        return total if total.shape == own.shape else total[: own.numel()].view(own.shape).clone()
 
     def shift(self, flat: Tensor, numel: int) -> Arriving:
         """Sends a flat tensor to the next rank; one of ``numel`` elements arrives from the rank before."""

@@ -27,7 +27,7 @@ from lightning_hybrid.params.guards import GatherCallbacks, below_read_guards, g
 from lightning_hybrid.params.placement import Shard
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.slow_links.average import CompressedAverage
-from lightning_hybrid.step.objects.tensors import GradientObserver
+from lightning_hybrid.step.objects.tensors import GradientObserver, gradient_dtype
 from lightning_hybrid.zero.messages import GradientMessages
 from lightning_hybrid.zero.ranks import ShardRanks
 from lightning_hybrid.zero.rows import ShardRows
@@ -92,8 +92,7 @@ class ParameterGroup:
         self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
-        # Full gradients of earlier batches: hooks of the user see them with the present one added.
-        self._accumulated: dict[str, Tensor] = {}
+        self._accumulated: dict[str, Tensor] = {}  # full ones of earlier batches, to which hooks see the present added
         self._unused: dict[str, Tensor] = {}  # the same, of parameters that this rank has not gathered
         self.is_full = self._is_pinned = self._is_read = False
         self._state_at_pin: dict[str, tuple[int, int]] = {}
@@ -180,8 +179,7 @@ class ParameterGroup:
         unguard(self.parameters.values(), "replicas")
         if self._is_pinned:
             self._check_unchanged()
-        if self._gathering is None:
-            self.launch_gather()
+        self.launch_gather()
         if self._gathering is not None:
             work, received = self._gathering
             work.wait()
@@ -361,7 +359,9 @@ class ParameterGroup:
     def gather_accumulated(self, name: str) -> None:
         """Gather the gradient of earlier batches, before a step: a hook of the user gets it too; collective."""
         parameter = self.parameters[name]
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
         if (placement := self._placements.get(name)) is not None:
             gradient = AxisSharding(self._ranks.shard, self._placements).unshard(gradient, placement)
         self._accumulated[name] = gradient.to(self._empty.device)
@@ -383,7 +383,7 @@ class ParameterGroup:
         """Start to reduce this rank's gradients, and drop them; does not wait."""
         if not self.trained or self.messages.is_launched:
             return
-        self.messages.begin(self.trained, self._empty)
+        self.messages.begin(self.trained, self._empty.to(gradient_dtype(self.parameters[self.trained[0]])))
         self.messages.write(self._take_gradients())
         self.messages.launch()
 

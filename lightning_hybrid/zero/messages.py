@@ -74,7 +74,8 @@ class GradientMessages:
         The columns of the first ``num_apart`` ones are not sent with the others.
         """
         self._written, self._device_type = set(), empty.device.type
-        if ([*names], num_apart) == (self._names, self._num_apart) and self._end.device == empty.device:
+        before = self._names, self._num_apart, self._dtype, self._end.device
+        if before == ([*names], num_apart, empty.dtype, empty.device):
             return
         self._names, self._num_apart, self._dtype = list(names), num_apart, empty.dtype
         shapes: dict[str, torch.Size] = {name: self._shapes[name] for name in names}

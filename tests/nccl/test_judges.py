@@ -22,8 +22,9 @@ def trace(rank, row):
 
 def event(word, numbers):
     kind, _, rest = word.partition(":")
-    if kind in ("ops", "sync", "step"):
-        return {"ops": Ops(1), "sync": Sync("item", "a.py:1 f"), "step": Mark("training")}[kind]
+    if kind in ("ops", "mm", "sync", "step"):
+        plain = {"ops": Ops(1), "mm": Ops(2, products=1), "sync": Sync("item", "a.py:1 f"), "step": Mark("training")}
+        return plain[kind]
     if kind == "wait":
         return Wait(int(rest))
     comm, size, root = re.fullmatch(r"(\w+)(?:=([\d,]+))?(?:@(\d))?", rest).groups()
@@ -150,6 +151,28 @@ def test_host_synchronisations_do_not_grow():
     two, four = traces("step sync step"), traces("step sync sync step")
     assert judges.sync_growth(two, four) == ["a.py f: 1 host synchronisations become 2"]
     assert not judges.sync_growth(four, two)
+
+
+@pytest.mark.parametrize(
+    ("row", "share"),
+    [
+        ("all:A01 mm wait:0", 1),
+        ("all:A01 ops wait:0 mm", 0),  # waits at once, with nothing but small operations between
+        ("mm all:A01 wait:0 mm", 0),
+        ("all:A01 all:A01 wait:0 mm wait:1", 0.5),
+        ("all:A01 mm", 1),
+        ("all:A01 wait:0 mm wait:0", 0),  # the first wait counts
+        ("step all:A01 wait:0 step all:A01 mm wait:1 step", 1),  # of the last step
+    ],
+)
+def test_messages_under_products_are_counted(row, share):
+    found = judges.overlaps(traces(f"{row} gloo:A01 all:A0 mm", "mm" if "step" not in row else "step step"))
+    assert found == {"a.py f": share}
+
+
+def test_hosts_that_wait_before_the_last_product_are_found():
+    assert judges.blocked(traces("mm sync mm"), "a.py") == ["a.py:1 f"]
+    assert not judges.blocked(traces("mm mm sync"), "a.py") and not judges.blocked(traces("mm sync mm"), "b.py")
 
 
 def test_pairs_of_communicators_in_different_orders_are_listed():

@@ -35,7 +35,7 @@ def set_gradients(parameters, step):
     generator = torch.Generator().manual_seed(100 + step)
     for number, p in enumerate(parameters):
         gradient = torch.randn(p.shape, generator=generator).bfloat16()
-        p.grad = None if number == 3 and step == 1 else gradient.to(p.dtype)
+        p.grad = None if number == 3 and step == 1 else gradient.to(p.grad_dtype)
 
 
 def reference(make, steps=6):
@@ -299,11 +299,14 @@ class HostCopies:
         pass
 
 
-def test_master_weights_of_states_offloaded_from_a_gpu(monkeypatch, in_float32):
+@pytest.mark.parametrize("gradients", [None, torch.float32], ids=str)
+def test_master_weights_of_states_offloaded_from_a_gpu(monkeypatch, in_float32, gradients):
     """The optimizer's copy on the host steps copies of parameters; states, master weights among them, are shared."""
     pipeline = HostStepPipeline
     monkeypatch.setattr(LayerwiseStep, "_pipeline_to_host", lambda self: pipeline(self._optimizer, HostCopies()))
     mine = parameters()
+    for p in mine if gradients is not None else ():
+        p.grad_dtype = gradients
     optimizer = in_float32(torch.optim.AdamW(mine, lr=1e-3))
     offloaded = LayerwiseStep(optimizer, [mine[:2], mine[2:]], None)
     in_float32(offloaded.host_optimizer)

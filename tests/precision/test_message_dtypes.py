@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from harness.fits import Run, assert_bitwise_equal, assert_parity, check, fit, reference_of, refusal
 from lightning_hybrid import HybridPrecision
@@ -14,6 +15,7 @@ from lightning_hybrid.callbacks import GradientCompression
 from lightning_hybrid.errors import PrecisionError
 from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.techniques.zero import Zero
+from models.hand_written import Lit
 
 SHAPES = [(7, 5), (11,), (3, 2)]
 DTYPES = ["float32", "bfloat16"]
@@ -161,6 +163,49 @@ def test_gathers_show_rounded_weights_and_shards_stay_exact(worlds, layout):
     assert_parity(ranks, reference_of(worlds, by_hand), run, tolerance=2e-6)
     for value in ranks[0].state.values():
         assert not torch.equal(value, value.bfloat16().float())
+
+
+class Convolutions(Lit):
+    """Autocast rounds all parameters."""
+
+    kind = "images"
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+        self.head = nn.Linear(3 * 8 * 8, 4)
+
+    def loss(self, batch):
+        x = batch["pixel_values"]
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return F.cross_entropy(self.head(x.flatten(1)), batch["labels"])
+
+
+ROUNDED_BY_AUTOCAST = {
+    "zero3": {},
+    "zero2": {"strategy": {"zero_stage": 2}},
+    "zero3, gathered once": {"strategy": LAYOUTS["zero3, gathered once"]},
+    "recomputed": {"strategy": {**LAYOUTS["zero3"], "recompute": "full"}},
+    "pp2": {"pp": 2},
+    "convolutions": {"case": Convolutions},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in [*ROUNDED_BY_AUTOCAST][1:])]
+)
+def test_what_autocast_rounds_may_be_sent_rounded(worlds, name):
+    """Linear layers and convolutions see the same bits, in training and validation."""
+    usual = {"case": "UNet", "dp": 2, "dtype": torch.float32, "validate": True, "strategy": LAYOUTS["zero3"]}
+    run = Run(**{**usual, **ROUNDED_BY_AUTOCAST[name]})
+    exact, rounded = (
+        replace(run, change=by_sgd, trainer={"plugins": [HybridPrecision("bf16-mixed", gather_dtype=dtype)]})
+        for dtype in (None, "bfloat16")
+    )
+    plain, halved = (worlds.run(run.world_size, fit, each, timeout=300) for each in (exact, rounded))
+    assert_bitwise_equal(halved, plain)
+    assert all(one.logged == other.logged for one, other in zip(plain, halved, strict=True))
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.tensor.region import RankDraws, mark, mark_all, sharded_over, tensors_in
-from lightning_hybrid.tensor.runtime.unit import (
+from lightning_hybrid.tensor.runtime.swaps import (
     find_slots,
     put_attributes,
     put_forwards,

@@ -24,6 +24,7 @@ from lightning_hybrid.collectives.tensors import LinearMap, on_group_device
 from lightning_hybrid.params.guards import below_read_guards
 from lightning_hybrid.params.reads.agreement import HookAgreement
 from lightning_hybrid.params.shards import LocalShards
+from lightning_hybrid.step.objects.tensors import gradient_dtype
 from lightning_hybrid.step.tracing.functions import NotIntercepted
 
 _AHEAD = 16 << 20  # bytes of gradients that one agreement covers, if code reads one after the other
@@ -178,4 +179,4 @@ def agree_on_presence(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
     for parameter, one_has in zip(parameters, has.tolist(), strict=True):
         if one_has and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))

@@ -25,7 +25,7 @@ from lightning_hybrid.params.reads.buffers import HookBuffers
 from lightning_hybrid.params.reads.gather import GatherOnRead, OneStage, Stages, _FullTensor, by_rows
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.objects.tensors import storage_id
+from lightning_hybrid.step.objects.tensors import gradient_dtype, storage_id
 from lightning_hybrid.step.standins.numbers import interceptable_tolist
 from lightning_hybrid.step.standins.tensors import is_absent, make_absent, make_absent_rows
 
@@ -332,9 +332,10 @@ def _no_backward(hook: str, function: str) -> GlobalReadError:
 
 def _stand_in(parameter: Tensor, kind: int) -> Tensor | None:
     """The stand-in for the gradient of an absent parameter, of a kind as from ``_kind_of``."""
+    dtype = gradient_dtype(parameter)
     if kind > 1:
-        return make_absent_rows(parameter, kind - 1)
-    return make_absent(parameter, requires_grad=False) if kind else None
+        return make_absent_rows(parameter, kind - 1, dtype)
+    return make_absent(parameter, requires_grad=False, dtype=dtype) if kind else None
 
 
 def _kind_of(gradient: Tensor | None) -> int:

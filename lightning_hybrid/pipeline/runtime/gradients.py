@@ -28,7 +28,7 @@ from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.params.gradient_hooks import StepHooks
 from lightning_hybrid.pipeline.runtime.old_gradients import OldGradients
 from lightning_hybrid.step.objects.modules import modules_in, parameters_of
-from lightning_hybrid.step.objects.tensors import GradientHook
+from lightning_hybrid.step.objects.tensors import GradientHook, gradient_dtype
 from lightning_hybrid.step.standins.tensors import is_absent
 
 
@@ -351,8 +351,9 @@ class TiedParameters:
 
 def _flatten(members: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
     """All gradients in one vector (some may be offloaded to the host), then a flag per parameter: if it has one."""
-    flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
-    flat.append(torch.tensor([p.grad is not None for p in members], dtype=members[0].dtype))
+    dtype = gradient_dtype(members[0])
+    flat = [p.new_zeros(p.numel(), dtype=dtype) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
+    flat.append(torch.tensor([p.grad is not None for p in members], dtype=dtype))
     sent = [on_group_device(gradient, group) for gradient in flat]
     return torch.cat([gradient.to(sent[0].device) for gradient in sent])
 

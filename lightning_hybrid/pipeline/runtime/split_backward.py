@@ -22,6 +22,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.step.objects.tensors import gradient_dtype
+from lightning_hybrid.step.tracing.deferral import active, deferrals
 from lightning_hybrid.step.tracing.functions import NotIntercepted
 from lightning_hybrid.step.tracing.mode import CurrentRun
 
@@ -65,12 +67,12 @@ class SplitBackward:
         if functional.linear is not _torch_linear:  # another library has replaced it: it stays as it is
             yield
             return
-        self._current, _Active.later = current, self
+        self._current = current
         try:
-            with replaced(functional, "linear", _linear, reason="split backward"):
+            with replaced(functional, "linear", _linear, reason="split backward"), active(self):
                 yield
         finally:
-            self._current = _Active.later = None
+            self._current = None
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -136,16 +138,10 @@ class SplitBackward:
         return True
 
 
-class _Active:
-    """Holds the active instance for `_linear`, which must stay the same function, or torch.compile would recompile."""
-
-    later: SplitBackward | None = None
-
-
+# It stays the same function, or torch.compile would recompile.
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.compiler.is_compiling():
-        later = _Active.later
-        if later is not None and later.can_defer(input, weight):
+        for later in deferrals(input, weight):
             return _apply(input, weight, bias, later)
     return _torch_linear(input, weight, bias)
 
@@ -215,7 +211,7 @@ def finish(deferred: Sequence[DeferredGradient]) -> None:
     for weight, product in sums.values():
         earlier = weight.grad
         if earlier is None:
-            weight.grad = product
+            weight.grad = product.to(gradient_dtype(weight))
         elif earlier.layout is torch.strided:
             earlier.add_(product)
         else:

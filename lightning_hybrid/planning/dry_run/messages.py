@@ -63,7 +63,7 @@ def bytes_of_casts(run: Run) -> int:
     return sum(
         torch.Size(shape).numel() * dtype.itemsize
         for _, parameter, shape in _local(run)
-        if parameter.requires_grad and parameter.dtype != dtype
+        if parameter.requires_grad and run.setting.dtype_of_gradient(parameter) != dtype
     )
 
 
@@ -146,7 +146,7 @@ def _tied_messages(run: Run) -> Iterator[Messages]:
     for name, parameter, shape in _local(run):
         ranks = tuple(sorted(set(plan.ranks_of(name))))
         if len(ranks) > 1:
-            sets.setdefault((ranks, parameter.dtype), []).append(torch.Size(shape).numel())
+            sets.setdefault((ranks, run.setting.dtype_of_gradient(parameter)), []).append(torch.Size(shape).numel())
     for (ranks, dtype), numels in sets.items():
         others = len(ranks) - 1
         nbytes = (sum(numels) + len(numels)) * dtype.itemsize

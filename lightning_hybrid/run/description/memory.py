@@ -51,6 +51,7 @@ def memory_of_stages(
             state_bytes=_state_bytes(sizes, parameter, stages.shape(name, parameter, sharded=True)),
             is_trained=parameter.requires_grad,
             layer=layers.get(name, ""),
+            gradient_size=setting.dtype_of_gradient(parameter).itemsize // parameter.dtype.itemsize,
         )
         for stage in stages.first_on_each_rank(name):
             members[stage].append(here)
@@ -63,14 +64,14 @@ def _of_stage(
 ) -> RankMemory:
     """Return the memory of one stage; without a recorded step no bound is given of the optimizer and of averages."""
     setting, trained = run.setting, [each for each in members if each.is_trained]
-    gradients = sum(each.nbytes for each in trained)
+    gradients = sum(each.gradient_bytes for each in trained)
     if run.is_pipelined:
         if setting.trainer.accumulate_grad_batches > 1:
             working += gradients  # copies of the gradients of earlier batches, for a rollback
         elif old_gradients_are_read(setting.trainer):
-            working += sum(each.shard_bytes for each in trained)
+            working += sum(each.gradient_shard_bytes for each in trained)
         # A new gradient beside the sum, and the optimizer's step.
-        working += 3 * max((each.nbytes for each in trained), default=0)
+        working += 3 * max((each.gradient_bytes for each in trained), default=0)
         if run.setting.layout.data_parallel_size > 1 and not any(
             each.gathers_per_layer(run) for each in run.techniques
         ):

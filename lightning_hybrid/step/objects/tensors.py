@@ -60,6 +60,11 @@ def with_class_of(original: Tensor, piece: Tensor) -> Tensor:
     return piece
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype in which the gradients of a parameter of any shape are added."""
+    return parameter.grad_dtype or parameter.dtype
+
+
 def detached_leaf(leaf: Any) -> Any:
     """A leaf of a container, detached if it is a tensor."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
@@ -56,7 +57,8 @@ class PlainState:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.values: list[Any] = []
         self._visited: set[int] = set()  # layers share their configuration object
-        self._mappings: list[tuple[Any, tuple[Any, ...], _Entries, _Entries]] = []  # with their keys
+        self._mappings, self._keys = list[Any](), list[tuple[Any, ...]]()
+        self._same, self._of_type = _Entries(), _Entries()  # those of the mappings that were read, and the others
         self._sequences: list[tuple[Any, int, list[Any]]] = []
         self._is_volatile = not modules
         for module in modules:
@@ -73,26 +75,29 @@ class PlainState:
                     self._collect(value, 0)
         if self._is_volatile:
             self._mappings, self._sequences = [], []
+            self._same, self._of_type = _Entries(), _Entries()
 
     def is_current(self) -> bool:
         """Whether the modules, and their attributes, are still as they were read."""
         if self._is_volatile:
             return False
-        for mapping, keys, same, of_type in self._mappings:
-            if tuple(mapping) != keys or not all(map(is_, same.get(mapping), same.wanted)):
-                return False
-            if of_type.wanted and not all(map(is_, map(type, of_type.get(mapping)), of_type.wanted)):
-                return False
+        # Without a line of Python for each mapping: a layer has dozens.
+        if list(map(tuple, self._mappings)) != self._keys or not all(map(is_, self._same.now(), self._same.wanted)):
+            return False
+        if not all(map(is_, map(type, self._of_type.now()), self._of_type.wanted)):
+            return False
         return all(
             len(sequence) == length and all(map(is_, _marks(_last_of(sequence)), marks))
             for sequence, length, marks in self._sequences
         )
 
     def _keep_entries(self, mapping: Any, keys: Sequence[Any], *, read: bool = True) -> None:
+        self._mappings.append(mapping)
+        self._keys.append(tuple(mapping))
         same = [key for key in keys if not read or _is_read(mapping[key])]
+        self._same.add(mapping, same, [mapping[key] for key in same])
         others = [key for key in keys if read and not _is_read(mapping[key])]
-        of_type = _Entries(others, mapping)
-        self._mappings.append((mapping, tuple(mapping), _Entries(same, mapping), of_type.by_type()))
+        self._of_type.add(mapping, others, [type(mapping[key]) for key in others])
 
     def _collect(self, value: Any, depth: int) -> None:
         inner = value if type(value) is tuple else inside(value)
@@ -120,16 +125,26 @@ class PlainState:
 
 
 class _Entries:
-    """Some entries of a mapping, fetched without Python code for each: an attribute costs 30 ns."""
+    """Some entries of mappings, fetched without Python code for each: an attribute costs 30 ns.
 
-    def __init__(self, keys: Sequence[Any], mapping: Any) -> None:
-        self.get: Any = itemgetter(*keys, *keys[:1]) if keys else tuple
-        self.wanted: list[Any] = list(self.get(mapping)) if keys else []
+    Attributes:
+        wanted: What is compared with each entry.
+    """
 
-    def by_type(self) -> _Entries:
-        """These entries, with their types wanted."""
-        self.wanted = list(map(type, self.wanted))
-        return self
+    def __init__(self) -> None:
+        self.wanted: list[Any] = []
+        self._getters, self._mappings = list[Any](), list[Any]()
+
+    def add(self, mapping: Any, keys: Sequence[Any], wanted: Sequence[Any]) -> None:
+        """Take one more mapping, with what is wanted at some of its keys."""
+        if keys:
+            self._mappings.append(mapping)
+            self._getters.append(itemgetter(*keys, keys[0]))  # of one key it would be no tuple
+            self.wanted += [*wanted, wanted[0]]
+
+    def now(self) -> Iterator[Any]:
+        """The present entries of all mappings, which have these keys."""
+        return chain.from_iterable(map(itemgetter.__call__, self._getters, self._mappings))
 
 
 def _is_read(value: Any) -> bool:

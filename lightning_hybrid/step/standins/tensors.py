@@ -44,8 +44,14 @@ SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
 SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
 
 
-def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torch.device | None = None) -> FakeTensor:
-    """A stand-in with the shape, strides, dtype and (if not given) device of ``like`` and no storage.
+def make_absent(
+    like: Tensor,
+    *,
+    requires_grad: bool | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> FakeTensor:
+    """A stand-in with the shape, strides, and (if not given) dtype and device of ``like`` and no storage.
 
     It is built without dispatching an operation, so there is no weak reference to it and its content can be swapped
     for real data later (``torch.utils.swap_tensors``).
@@ -53,16 +59,16 @@ def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torc
     if device is None:
         device = like.fake_device if isinstance(like, FakeTensor) else like.device
     with torch._C._DisableTorchDispatch():
-        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device="meta")
     return _fake_tensor(meta, device, like.requires_grad if requires_grad is None else requires_grad)
 
 
-def make_absent_rows(like: Tensor, sparse_dim: int) -> FakeTensor:
+def make_absent_rows(like: Tensor, sparse_dim: int, dtype: torch.dtype) -> FakeTensor:
     """A stand-in for a sparse gradient of the shape of ``like``, with no rows: only its owners know how many."""
     with torch._C.DisableTorchFunction(), FAKE_MODE:
         shape, device = tuple(like.shape), like.fake_device if isinstance(like, FakeTensor) else like.device
         indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=device)
-        rows = torch.empty((0, *shape[sparse_dim:]), dtype=like.dtype, device=device)
+        rows = torch.empty((0, *shape[sparse_dim:]), dtype=dtype, device=device)
         absent: Any = torch.sparse_coo_tensor(indices, rows, shape, is_coalesced=True, check_invariants=False)
     return absent
 

@@ -16,6 +16,7 @@ from lightning_hybrid.errors import WITHOUT_STAGES, LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.plan import StagePlan
+from lightning_hybrid.step.objects.tensors import gradient_dtype
 from lightning_hybrid.step.standins.tensors import is_absent
 
 
@@ -53,19 +54,16 @@ class FullGradients:
 
     def _gathered(self, name: str, parameter: nn.Parameter, plan: StagePlan, parts: LocalShards, mesh: Mesh) -> Tensor:
         holders = plan.ranks_of(name)
-        full = None
+        full, dtype = None, torch.promote_types(parameter.dtype, torch.float32)
         if plan.rank in holders:
             gradient = parameter.grad
-            full = torch.zeros_like(parameter) if gradient is None else gradient.detach()
+            full = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.detach().to(dtype)
             full = full.to_dense() if full.is_sparse else full
             full = parts.unshard(name, full)
             if self._are_complete and plan.rank != holders[0]:
                 full = torch.zeros_like(full)
         shape = parameter.shape if full is None else full.shape
-        if full is None:
-            total = torch.zeros(shape, dtype=parameter.dtype, device=self._device)
-        else:
-            total = full.to(self._device).clone()
+        total = torch.zeros(shape, dtype=dtype, device=self._device) if full is None else full.to(self._device).clone()
         mesh.all_reduce(total, "pp")
         if not self._are_complete:
             mesh.all_reduce(total, self._replicas, op="mean")
@@ -81,7 +79,7 @@ class FullGradients:
             if not self._are_complete and plan is not None and plan.ranks_of(name)[0] != plan.rank:
                 continue  # the sum over the pipeline ranks that hold it is still to come
             local = parts.shard_of(name, parameter, full)
-            parameter.grad = local.to(parameter.device).clone()
+            parameter.grad = local.to(parameter.device, gradient_dtype(parameter), copy=True)
 
 
 _SIZES = {"pp": "pipeline_parallel_size", "cp": "context_parallel_size", "tp": "tensor_parallel_size"}

@@ -1,11 +1,12 @@
 """Head-parallel `nn.MultiheadAttention`, whose forward is one functional call that checks its sizes.
 
 Each rank projects to its local heads, attends, and adds its addend of the output; the arithmetic is that of
-`torch.nn.functional.multi_head_attention_forward` with `num_heads / size` heads.
+`torch.nn.functional.multi_head_attention_forward` with `num_heads / size` heads, by the same kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -116,17 +117,18 @@ def _attended(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of this rank's heads, and its weights ``(batch, heads, queries, keys)`` if they are needed."""
     q, k, v = inputs
+    masks, dropout = [] if is_causal else masks, module.dropout * module.training
     if ring is not None:
-        options = {"dropout_p": module.dropout * module.training, "need_weights": need_weights}
-        return ring(q, k, v, [] if is_causal else masks, is_causal=is_causal, **options), None
-    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-    for mask in masks:
-        scores = scores + F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # zeros for keys that were appended
-    weights = torch.softmax(scores, -1)
-    if module.training and module.dropout > 0:
-        with around_draw():
-            weights = F.dropout(weights, module.dropout)
-    return weights @ v, weights if need_weights else None
+        return ring(q, k, v, masks, is_causal=is_causal, dropout_p=dropout, need_weights=need_weights), None
+    masks = [F.pad(mask, (0, k.shape[2] - mask.shape[-1])) for mask in masks]  # zeros for keys that were appended
+    with around_draw() if dropout else contextlib.nullcontext():
+        if not need_weights:
+            mask = sum(masks[1:], masks[0]) if masks else None
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
+        scores = sum(masks, (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1))
+        weights = torch.softmax(scores, -1)
+        weights = F.dropout(weights, dropout) if dropout else weights
+        return weights @ v, weights
 
 
 def _masks(q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, ranks: Ranks) -> list[Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_hybrid.step.tracing.deferral import computes_now
 from lightning_hybrid.tensor.collectives import Ranks, leave
 from lightning_hybrid.tensor.plan import LinearLike
 
@@ -46,8 +47,9 @@ class Product:
             and type(x) is Tensor
             and x.requires_grad
             and x.dim() > 1
-            and self._weight().requires_grad
-            and F.linear is _torch_linear  # split backwards replace it, and make the weight's product later
+            and (weight := self._weight()).requires_grad
+            # A split backward replaces it, and may make the weight's product later.
+            and (F.linear is _torch_linear or computes_now(x, weight))
         )
 
     def enter(self, x: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ mixes positions, context ranks exchange positions for features (all-to-all) afte
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -43,15 +43,16 @@ class RegionInputs:
         """
         self._ranks, self._every, self._gathers = ranks, every, gathers
         self._entered: dict[tuple[int, int], tuple[Tensor, int, Tensor, Readers]] = {}  # by id and number of ranks
+        self._outer: list[Any] = []  # those of the forwards around this one
 
-    @contextlib.contextmanager
-    def of_forward(self) -> Iterator[None]:
-        """A context around one forward, in which no value has entered yet."""
-        outer, self._entered = self._entered, {}
-        try:
-            yield
-        finally:
-            self._entered = outer
+    def __enter__(self) -> None:
+        """Begins a forward, in which no value has entered yet."""
+        self._outer.append(self._entered)
+        self._entered = {}
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the forward."""
+        self._entered = self._outer.pop()
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
         """The value, of the same shape, in a region of ``ranks``, for one more reader (``fresh``: as in `Readers`)."""
@@ -86,6 +87,7 @@ class RegionInputs:
             self._entered[id(inside), ranks.size] = (inside, inside._version, inside, Readers())
 
 
+_NOTHING = contextlib.nullcontext()
 Run = Callable[..., Tensor]  # the product of a linear with the local shard of its weight, with or without the bias
 
 
@@ -117,6 +119,7 @@ class ParallelLinears:
         self._inputs, self._around_draw = inputs, around_draw
         self.region_mode: RegionMode | None = None
         self.sequence = FullSequence()
+        self._outer: list[tuple[RegionMode | None, FullSequence]] = []  # of the forwards around this one
         self.ring: RingAttentionMode | None = None
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
         if positions.ring_attention:
@@ -138,14 +141,14 @@ class ParallelLinears:
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
         return partial(self._bypass_mode, partial(forward, linear, run))
 
-    @contextlib.contextmanager
-    def of_forward(self) -> Iterator[None]:
-        """Around one forward of the unit: on the full sequence, without a mode, until it says otherwise."""
-        outer, self.region_mode, self.sequence = (self.region_mode, self.sequence), None, FullSequence()
-        try:
-            yield
-        finally:
-            self.region_mode, self.sequence = outer
+    def __enter__(self) -> None:
+        """Begins a forward of the unit: on the full sequence, without a mode, until it says otherwise."""
+        self._outer.append((self.region_mode, self.sequence))
+        self.region_mode, self.sequence = None, FullSequence()
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the forward."""
+        self.region_mode, self.sequence = self._outer.pop()
 
     def work_on(self, sequence: FullSequence) -> None:
         """Let the present forward work on a sequence."""
@@ -166,7 +169,9 @@ class ParallelLinears:
 
     def _bypass_mode(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Pauses the region mode: operations of sharded forwards need no rewriting."""
-        with contextlib.nullcontext() if self.region_mode is None else self.region_mode.bypassed():
+        if self.region_mode is None:
+            return forward(*args, **kwargs)
+        with self.region_mode.bypassed():
             return forward(*args, **kwargs)
 
     def _on_full_shape(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -178,16 +183,18 @@ class ParallelLinears:
     def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
         """The product with the input in the region, at the positions that tensor ranks have together."""
         if is_sharded and isinstance(self.sequence, ShardedSequence) and self.sequence.inner is not None:
-            x = self.sequence.represent(x, of_region=True)
-        with save_local_shard(x):
+            x = self.sequence.read_in_region(x)
+        with save_local_shard(x) if isinstance(x, SequenceShard) else _NOTHING:
             if isinstance(run, Product) and not args and not kwargs:
                 return self._inputs.multiply(run, x, self._ranks)
             return run(self._inputs.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
 
     def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sequence, over, placement = self.sequence, self._ranks, self._plan.placements[linear.parameter("weight")]
-        x, is_sharded = self.sequence.linear_input(linear.fqn, x)
-        if isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
+        x, is_sharded = sequence.linear_input(linear.fqn, x)
+        if not sequence.is_sharded:
+            out = self._product(run, x, False, *args, **kwargs)
+        elif isinstance(sequence, ShardedSequence) and sequence.exchanges(linear.fqn):
             # Positions are exchanged for features after the linear, which makes the features of the tensor rank.
             assert self._plan.positions is not None
             over, placement = self._all, self._plan.positions.features[linear.fqn]
@@ -201,6 +208,8 @@ class ParallelLinears:
             out = self._product(run, x, is_sharded, *args, **kwargs)
             if sequence.inner is not None:
                 sequence.join()
+        if self.region_mode is None and not self._plan.outputs:  # nothing reads the mark
+            return out
         assert isinstance(placement, Shard)
         column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
         return mark(out, over.size, column, linear=linear.fqn)
@@ -217,8 +226,11 @@ class ParallelLinears:
         else:
             out = leave(out, self._ranks)
         bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
+        if bias is None:
+            return out
+        addend = bias if bias.dtype is out.dtype else bias.to(out.dtype)
         # Added once, to the sum, in place.
-        return out if bias is None else out.add_(bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim)))
+        return out.add_(addend if linear.feature_dim == -1 else addend.view(-1, *[1] * (-1 - linear.feature_dim)))
 
     def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         has_full_shape = isinstance(x, SequenceShard)

@@ -89,6 +89,19 @@ class _Trial(NamedTuple):
     drew: bool  # whether random numbers were drawn
 
 
+class _HashedOnce:
+    """A part of a key with many values, which are hashed once."""
+
+    def __init__(self, value: Hashable) -> None:
+        self._value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HashedOnce) and self._value == other._value
+
+
 class ProvedCalls:
     """The checks of the forwards of one unit, one for each combination of arguments, attributes and modules."""
 
@@ -141,7 +154,8 @@ class ProvedCalls:
         state = PlainState(modules)
         key = kinds, tuple(filter(None, map(_attribute_key, attributes))), tuple(state.values)
         # The entries of an array may change in place.
-        return PlainState([]) if any(isinstance(value, numpy.ndarray) for value in attributes) else state, key
+        changes_in_place = any(isinstance(value, numpy.ndarray) for value in attributes)
+        return PlainState([]) if changes_in_place else state, _HashedOnce(key)
 
     def _check(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         path, failure, found = TorchCallSites(), "", None

@@ -19,8 +19,8 @@ features are sharded over tensor ranks times context ranks. Features of other re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ from lightning_hybrid.errors import CannotShard, StepError
 from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
-from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.randomness.keyed import FORWARD_WRAPPER
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.sequence.forward import FullSequence, ShardedSequence
 from lightning_hybrid.sequence.mode import RingAttentionMode
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
@@ -49,14 +48,13 @@ from lightning_hybrid.tensor.collectives import (
     paired,
     sum_gradients,
 )
-from lightning_hybrid.tensor.plan import FULL_POSITIONS, UnitPlan, local_positions
+from lightning_hybrid.tensor.plan import FULL_POSITIONS, PositionsPlan, UnitPlan, local_positions
 from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankDraws, sharded_over
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
 from lightning_hybrid.tensor.runtime.mode import RegionMode
+from lightning_hybrid.tensor.runtime.swaps import find_slots, put_attributes, put_forwards, put_tensors
 
 Tensors = Mapping[str, Tensor]
-Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them
-Modules = Mapping[str, nn.Module]
 
 
 def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
@@ -118,9 +116,10 @@ class ShardedUnit:
         self._path: TorchCallSites | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
+        self._sharded_modules = [(fqn, self._modules[fqn]) for fqn in plan.roles]
         self._forward = unit.forward
         self._slots = find_slots(self._modules, plan.placements)
-        self._originals = {fqn: members[name] for fqn, ((members, name), *_) in self._slots.items()}
+        self._own = {fqn: (*slots[0], slots[0][0][slots[0][1]]) for fqn, slots in self._slots.items()}
         self._bind_draws(around_draw, around_local_draw)
         self._fallback: Callable[..., Any] = self._run_full
         if (full := plan.full_sequence_plan) is not None:
@@ -187,7 +186,7 @@ class ShardedUnit:
             CannotShard: It does what its plan was not proved for.
         """
         try:
-            with self._linears.of_forward(), self._region_inputs.of_forward():
+            with self._linears, self._region_inputs:
                 return self._run_sharded(args, kwargs)
         except CannotShard as error:
             if not self.fqn:
@@ -216,36 +215,47 @@ class ShardedUnit:
             self.last_sequence = sequence if self.learning and isinstance(sequence, ShardedSequence) else None
         args, kwargs = sequence.begin(args, kwargs)
         with contextlib.ExitStack() as undo:
-            names, cut_ids = self._put_tensors(undo)
+            self._put_tensors(undo)
             is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
-            rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
             compiled = None if is_watched or sequence.is_sharded or self._path is not None else self._compiled
             forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
-            for fqn in self._plan.roles:
-                _check_forward(fqn, self._modules[fqn])
+            for fqn, module in self._sharded_modules:
+                if "forward" in module.__dict__:
+                    _check_forward(fqn, module)
             put_attributes(self._modules, self._plan.attributes, undo)
             put_forwards(self._modules, forwards, undo)
-            mode = None
-            if is_watched:
-                mode = self.last_region_mode = RegionMode(
-                    learning=self.learning,
-                    rules=rules,
-                    enter=self._region_inputs.enter,
-                    names=names,
-                    cut_ids=cut_ids,
-                    regions=(self._ranks, self._all),
-                    batch=next((len(x) for x in flatten_call(args, kwargs)[0] if isinstance(x, Tensor) and x.dim()), 1),
-                    around_draw=self._around_draw,
-                    positions=sequence.lengths,
-                )
-            linears.enter_modes(undo, mode, RingAttentionMode.of(sequence, rules, learning=self.learning))
-            if sequence.is_sharded and self._unit.training:
-                undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
-            with self._path or contextlib.nullcontext():
-                output = forward(*args, **kwargs)
-        self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
+            if is_watched or sequence.is_sharded:
+                self._enter_modes(undo, sequence, flatten_call(args, kwargs)[0], is_watched=is_watched)
+            if self._path is not None:
+                undo.enter_context(self._path)
+            output = forward(*args, **kwargs)
+        if self.vocabularies:
+            self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
         output = self._gathered_output(output) if self._plan.outputs else output
         return sequence.end(output, keep_sharded=self.keeps_sharded)
+
+    def _enter_modes(
+        self, undo: contextlib.ExitStack, sequence: FullSequence, leaves: list[Any], *, is_watched: bool
+    ) -> None:
+        """Enters the function modes of the present forward, whose arguments are the leaves."""
+        rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
+        mode = None
+        if is_watched:
+            names, cut_ids = self._names_and_cuts()
+            mode = self.last_region_mode = RegionMode(
+                learning=self.learning,
+                rules=rules,
+                enter=self._region_inputs.enter,
+                names=names,
+                cut_ids=cut_ids,
+                regions=(self._ranks, self._all),
+                batch=next((len(x) for x in leaves if isinstance(x, Tensor) and x.dim()), 1),
+                around_draw=self._around_draw,
+                positions=sequence.lengths,
+            )
+        self._linears.enter_modes(undo, mode, RingAttentionMode.of(sequence, rules, learning=self.learning))
+        if sequence.is_sharded and self._unit.training:
+            undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
 
     @property
     def has_local_positions(self) -> bool:
@@ -265,18 +275,17 @@ class ShardedUnit:
                 leaves[index] = gather(leaves[index], dim, self._all if size == self._all.size else self._ranks)
         return unflatten(leaves, spec)
 
-    def _put_tensors(self, undo: contextlib.ExitStack) -> tuple[dict[int, str], dict[int, int]]:
-        """Replaces parameters and buffers by local ones; returns names, and numbers of ranks of shards, by id."""
+    def _put_tensors(self, undo: contextlib.ExitStack) -> None:
+        """Replaces parameters and buffers by local ones."""
         provided = {} if self._tensors is None else self._tensors()
         plan = self._plan
-        positions = self._positions if self._linears.sequence.is_sharded else FULL_POSITIONS
-        local = {}
-        for fqn, ((members, name), *_) in self._slots.items():
-            tensor = provided.get(fqn, members[name])
-            if fqn not in provided and tensor is not None and tensor is not self._originals[fqn]:
-                tensor = _local_substitute(fqn, tensor, self._originals[fqn], plan.placements[fqn], self._ranks)
-            if tensor is not None:
-                local[fqn] = tensor
+        positions = self._present_positions
+        local: dict[str, Tensor] = {}  # those that the modules do not hold yet
+        for fqn, (members, name, original) in self._own.items():
+            if fqn in provided:
+                local[fqn] = provided[fqn]
+            elif (tensor := members[name]) is not original and tensor is not None:
+                local[fqn] = _local_substitute(fqn, tensor, original, plan.placements[fqn], self._ranks)
         if torch.is_grad_enabled():
             inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
             pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
@@ -288,18 +297,32 @@ class ShardedUnit:
                 self._sum_gradients(local, inside, self._all)
                 self._sum_gradients(local, [*pieces, *over_tensor], self._ranks)
             self._sum_gradients(local, over_context, self._context)
-        over_both = positions.parameter_shards
-        for fqn, placement in over_both.items():
-            local[fqn] = shard_tensor(local[fqn], placement, self._context.rank, self._context.size)
+        present = {fqn: self._present(fqn, local) for fqn in (*positions.parameter_shards, *self.vocabularies)}
+        for fqn, placement in positions.parameter_shards.items():
+            local[fqn] = shard_tensor(present[fqn], placement, self._context.rank, self._context.size)
             self._region_inputs.remember(local[fqn])
         for fqn, vocabulary in self.vocabularies.items():
-            if fqn in local:
-                local[fqn] = represent(local[fqn], plan.vocabulary[fqn], vocabulary)
+            if present[fqn] is not None:
+                local[fqn] = represent(present[fqn], plan.vocabulary[fqn], vocabulary)
         put_tensors(self._slots, local, undo)
-        names = {id(tensor): fqn for fqn, tensor in local.items()}
+
+    @property
+    def _present_positions(self) -> PositionsPlan:
+        return self._positions if self._linears.sequence.is_sharded else FULL_POSITIONS
+
+    def _present(self, fqn: str, local: Mapping[str, Tensor]) -> Any:
+        """The tensor of a parameter or buffer, of its shape: a local one, or what its module holds; may be None."""
+        members, name, _ = self._own[fqn]
+        return local.get(fqn, members[name])
+
+    def _names_and_cuts(self) -> tuple[dict[int, str], dict[int, int]]:
+        """FQNs of the tensors in the modules, by id, and numbers of ranks that the sharded ones are sharded over."""
+        present = {fqn: members[name] for fqn, (members, name, _) in self._own.items()}
+        plan, over_both = self._plan, self._present_positions.parameter_shards
+        names = {id(tensor): fqn for fqn, tensor in present.items() if tensor is not None}
         cuts = {
-            id(local[fqn]): self._all.size if fqn in over_both else plan.size
-            for fqn in local
+            key: self._all.size if fqn in over_both else plan.size
+            for key, fqn in names.items()
             if fqn in over_both or (isinstance(plan.placements[fqn], Shard) and fqn not in plan.vocabulary)
         }
         return names, cuts
@@ -308,12 +331,15 @@ class ShardedUnit:
         self, local: dict[str, Tensor], wanted: Sequence[tuple[str, Placement | None]], ranks: Ranks
     ) -> None:
         """Sums the gradients of these parameters over the ranks; of a repeated shard, over the ranks that hold it."""
+        if not wanted or ranks.size == 1:
+            return
         # Equal on all ranks, since requires_grad is: the sum is a collective.
-        summed = [(fqn, placement) for fqn, placement in wanted if fqn in local and local[fqn].requires_grad]
-        if not summed or ranks.size == 1:
+        present = {fqn: self._present(fqn, local) for fqn, _ in wanted if fqn in self._own}
+        summed = [(fqn, placement) for fqn, placement in wanted if getattr(present.get(fqn), "requires_grad", False)]
+        if not summed:
             return
         placements = [placement if isinstance(placement, Shard) else None for _, placement in summed]
-        totals = sum_gradients([local[fqn] for fqn, _ in summed], placements, ranks)
+        totals = sum_gradients([present[fqn] for fqn, _ in summed], placements, ranks)
         for (fqn, _), tensor in zip(summed, totals, strict=True):
             self._region_inputs.remember(tensor)
             local[fqn] = tensor
@@ -349,9 +375,7 @@ def shards_of(unit: nn.Module, plan: UnitPlan, rank: int) -> dict[str, Tensor]:
 
 def _check_forward(fqn: str, module: nn.Module) -> None:
     """Refuses a forward that the user has set on a module after its class's forward was recognised as a product."""
-    forward = module.__dict__.get("forward")
-    if forward is None:
-        return
+    forward = module.__dict__["forward"]
     while hasattr(forward, "__wrapped__"):  # wrappers of this package
         forward = forward.__wrapped__
     if getattr(forward, "__func__", forward) is not type(module).forward:
@@ -376,58 +400,3 @@ def _local_substitute(
         " tensor_parallel_size=1",
         entry="swapped-weight",
     )
-
-
-def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
-    """Finds the slots of each parameter and buffer: one, or several where modules share it."""
-    by_tensor: dict[int, list[Slot]] = {}
-    members: Any
-    for module in modules.values():
-        for members in (module._parameters, module._buffers):
-            for name, tensor in members.items():
-                by_tensor.setdefault(id(tensor), []).append((members, name))
-    slots = {}
-    for fqn in fqns:
-        owner, _, name = fqn.rpartition(".")
-        module = modules[owner]
-        members = module._parameters if name in module._parameters else module._buffers
-        slots[fqn] = [(members, name)] if members[name] is None else by_tensor[id(members[name])]
-    return slots
-
-
-def put_tensors(slots: Mapping[str, list[Slot]], tensors: Mapping[str, Tensor], undo: ExitStack) -> None:
-    """Puts tensors, of any shape, into their slots, by FQN; ``undo`` restores the previous ones."""
-    for fqn, tensor in tensors.items():
-        for members, name in slots[fqn]:
-            if members[name] is not tensor:
-                undo.callback(members.__setitem__, name, members[name])
-                members[name] = tensor
-
-
-def put_attributes(modules: Modules, values: Mapping[str, Mapping[str, int]], undo: ExitStack) -> None:
-    """Sets attributes of modules, by FQN and name; ``undo`` restores the previous values."""
-    for fqn, named in values.items():
-        attributes = modules[fqn].__dict__
-        for name, value in named.items():
-            undo.callback(attributes.__setitem__, name, attributes[name])
-            attributes[name] = value
-
-
-def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], undo: ExitStack) -> None:
-    """Replaces forwards of modules, by FQN, except the unit's own; ``undo`` restores them."""
-    for fqn, forward in forwards.items():
-        if fqn:
-            attributes = modules[fqn].__dict__
-            around = getattr(attributes.get("forward"), FORWARD_WRAPPER, None)  # keys the random numbers of the module
-            if around is not None:
-                undo.callback(replace(modules[fqn], "forward", around(forward), reason="parallel linears"))
-                continue
-            if "forward" in attributes:
-                undo.callback(attributes.__setitem__, "forward", attributes["forward"])
-            else:
-                undo.callback(attributes.__delitem__, "forward")
-            attributes["forward"] = forward  # the same object each time: compiled code is guarded by it
-    for module in modules.values():
-        # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
-        if isinstance(module, nn.TransformerEncoderLayer):
-            undo.callback(replace(module, "activation_relu_or_gelu", 0, reason="parallel linears"))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.nccl.replay import Machine, Replay, stuck_at_device_synchronisation
-from harness.nccl.trace import Event, Launch, Objects, Sync, Trace, Violation, peaks_in_flight
+from harness.nccl.trace import Event, Launch, Objects, Ops, Sync, Trace, Violation, Wait, peaks_in_flight
 
 _MEETS = {"send": "recv", "recv": "send"}
 
@@ -147,6 +147,40 @@ def sync_growth(small: Sequence[Trace], large: Sequence[Trace]) -> list[str]:
         for line, n in after.items()
         if n > before.get(line, 0)
     ]
+
+
+def overlaps(traces: Sequence[Trace]) -> dict[str, float]:
+    """Of the launches of the last step, by file and function, the share that has a product before the first wait.
+
+    On a host that is infinitely fast these take no time of their own: the device computes meanwhile. A product is a
+    matrix product, a convolution or attention, of which the device had been told nothing when the operation began.
+    """
+    found: dict[str, list[bool]] = {}
+    for trace in traces:
+        for launch, is_covered in _covered(trace.steps[-1] if trace.steps else trace.events):
+            found.setdefault(_function(launch), []).append(is_covered)
+    return {line: sum(covered) / len(covered) for line, covered in sorted(found.items())}
+
+
+def _covered(events: Sequence[Event]) -> Iterator[tuple[Launch, bool]]:
+    for place, launch in enumerate(events):
+        if not isinstance(launch, Launch) or launch.is_host or len(launch.members) == 1:
+            continue
+        later = events[place + 1 :]
+        waits = (at for at, event in enumerate(later) if isinstance(event, Wait) and event.number == launch.number)
+        until = later[: next(waits, len(later))]
+        yield launch, any(isinstance(event, Ops) and event.products > 0 for event in until)
+
+
+def blocked(traces: Sequence[Trace], room: str) -> list[str]:
+    """Lines of a room at which the host waits for the device before the last product of the last step."""
+    found = []
+    for trace in traces:
+        step = trace.steps[-1] if trace.steps else trace.events
+        products = [place for place, event in enumerate(step) if isinstance(event, Ops) and event.products > 0]
+        before = step[: products[-1]] if products else []
+        found += [event.line for event in before if isinstance(event, Sync) and event.line.startswith(room)]
+    return found
 
 
 def crossing_pairs(traces: Sequence[Trace]) -> list[str]:

@@ -32,6 +32,7 @@ _READS = {
     "unique_consecutive": "unique",
     "bincount": "bincount",
 }
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_grouped_mm")
 _VIEWS = ("detach", "alias", "view", "_unsafe_view", "t", "transpose", "select", "slice", "expand", "unsqueeze")
 _MOST = 4096  # marks, before those of freed storages are dropped
 
@@ -44,7 +45,7 @@ class Marks(TorchDispatchMode):
         self._recorder = recorder
         self._host: dict[int, StorageWeakRef] = {}
         self._objects = threading.local()  # .on_host: whether objects are exchanged over gloo
-        self.num_ops = 0
+        self.num_ops = self.num_products = 0
 
     def is_on_host(self, tensor: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
@@ -78,6 +79,7 @@ class Marks(TorchDispatchMode):
         if name in _VIEWS:
             return out
         self.num_ops += 1
+        self.num_products += name in _PRODUCTS or name.startswith("_scaled_dot_product")
         if not given:
             is_host = self._is_made_on_host(place())
         for tensor in tensors_in((out,)):
@@ -111,8 +113,9 @@ class Marks(TorchDispatchMode):
 
     def ops(self) -> Ops | None:
         """Those since the last call."""
-        count, self.num_ops = self.num_ops, 0
-        return Ops(count) if count else None
+        count, products = self.num_ops, self.num_products
+        self.num_ops = self.num_products = 0
+        return Ops(count, products=products) if count else None
 
 
 def _read(name: str, args: Any, kwargs: Any) -> str:

@@ -59,10 +59,15 @@ class Sync:
 
 @dataclass(frozen=True)
 class Ops:
-    """Operations of the current stream, any of which may allocate."""
+    """Operations of the current stream, any of which may allocate.
+
+    Attributes:
+        products: How many of them are matrix products or attention, which take time.
+    """
 
     count: int
     thread: str = "main"
+    products: int = 0
 
 
 @dataclass(frozen=True)

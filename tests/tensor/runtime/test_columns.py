@@ -44,7 +44,7 @@ def gradients(overlaps, *, readers=3, dtype=torch.float64, bias=True, transposed
     inputs = RegionInputs(ranks, ranks, gathers=False)
     x = torch.randn(2, 5, 6, dtype=dtype, requires_grad=True)
     above = x * 2
-    with inputs.of_forward(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with inputs, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         outs = [inputs.multiply(product, above, ranks) for product in each[:readers]]
     sum(out.float().sin().sum() for k, out in enumerate(outs) if k not in unused).backward()
     parameters = [p for module in modules[:readers] for p in module.parameters()]
@@ -82,7 +82,7 @@ def test_gradients_can_be_differentiated():
         weight.grad = None
         ranks.overlaps = overlaps
         inputs = RegionInputs(ranks, ranks, gathers=False)
-        with inputs.of_forward():
+        with inputs:
             out = inputs.multiply(product, x, ranks)
         [gradient] = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
         return torch.autograd.grad(gradient.square().sum(), (x, weight))

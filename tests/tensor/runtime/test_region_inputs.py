@@ -25,7 +25,7 @@ def test_separate_reader_gradients_are_summed_in_place(fresh):
     ranks = Doubling()
     entrances = RegionInputs(ranks, ranks, gathers=False)
     x, gradient = torch.ones(3, requires_grad=True), torch.ones(3)
-    with entrances.of_forward():
+    with entrances:
         inside = [entrances.enter(x, ranks, fresh=each) for each in fresh]
     assert all(value is inside[0] for value in inside)
     inside[0].backward(gradient)

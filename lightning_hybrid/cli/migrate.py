@@ -1,0 +1,245 @@
+"""The command ``lightning-hybrid migrate ds_config.json``: the arguments that do what another library's file says."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_hybrid.cli.command import OK, UsageError, add_command, print_json
+
+_EXAMPLE = """example:
+  lightning-hybrid migrate ds_config.json
+  lightning-hybrid migrate ~/.cache/huggingface/accelerate/default_config.yaml
+
+exit status: 0 ok; 2 the file cannot be read, or is of no library that is known"""
+
+
+@dataclass
+class Arguments:
+    """What a file becomes: arguments of the strategy and the Trainer; what is left to do, and what is left out."""
+
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    by_hand: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def offload(self, part: str, device: Any, folder: Any = None) -> None:
+        """Offload a part of the state to "cpu" or "nvme"."""
+        if device in ("cpu", "nvme"):
+            place = "cpu" if device == "cpu" else f"disk:{folder or 'PATH'}"
+            self.strategy.setdefault("offload", {})[part] = place
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand to the subparsers of argparse."""
+    parser = add_command(
+        commands,
+        "migrate",
+        run,
+        text="the arguments that a DeepSpeed or accelerate file becomes",
+        description="Reads a file of DeepSpeed (JSON) or accelerate (YAML), and prints the arguments of the strategy"
+        " and the Trainer that do the same, what is left to do by hand, and what is left out and why.",
+        example=_EXAMPLE,
+    )
+    parser.add_argument("file", type=Path)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print the arguments, and return the exit status."""
+    found = migrate(_read(parsed.file))
+    if parsed.json:
+        print_json(vars(found))
+    else:
+        print(_text(found))
+    return OK
+
+
+def migrate(config: Mapping[str, Any]) -> Arguments:
+    """Return the arguments that the content of a file becomes.
+
+    Raises:
+        UsageError: The file is of no library that is known.
+    """
+    found = Arguments()
+    if "compute_environment" in config or "distributed_type" in config or "fsdp_config" in config:
+        _walk(config, _ACCELERATE, found)
+    elif config.keys() & {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16"}:
+        _walk(config, _DEEPSPEED, found)
+    else:
+        raise UsageError("the file has neither keys of DeepSpeed nor of accelerate's configuration")
+    if "parameters" in found.strategy.get("offload", ()):
+        found.strategy.setdefault("zero_stage", 3)
+    return found
+
+
+Rule = Callable[[Any, Arguments], None]
+
+
+def _walk(config: Mapping[str, Any], rules: Mapping[str, Rule | Mapping[str, Any]], found: Arguments) -> None:
+    from lightning_hybrid.strategies.options.foreign import ADVICE
+
+    advice = {name: text for names in ADVICE.values() for name, text in names.items()}
+    for name, value in config.items():
+        rule = rules.get(name)
+        if isinstance(rule, Mapping):
+            if isinstance(value, Mapping):
+                _walk(value, rule, found)
+        elif value in ("auto", None, False, "none", "no", "NO") and rule is not _resharding:
+            continue
+        elif rule is not None:
+            rule(value, found)
+        elif name.startswith("stage3_"):
+            found.left_out.append(f"{name}: there is no such buffer here; see reshard_after_forward")
+        else:
+            found.left_out.append(f"{name}: {advice.get(name, 'no counterpart')}".replace(": leave it out: ", ": "))
+
+
+def _strategy(option: str, value: Any = None) -> Rule:
+    """Set an option of the strategy to the file's value, or to another one."""
+    return lambda given, found: found.strategy.update({option: given if value is None else value})
+
+
+def _trainer(option: str, value: Any = None) -> Rule:
+    return lambda given, found: found.trainer.update({option: given if value is None else value})
+
+
+def _enabled(option: str, value: Any) -> Mapping[str, Any]:
+    """Rules of a section that is switched on by "enabled"."""
+    return {
+        "enabled": _trainer(option, value),
+        "loss_scale": _by_hand(_SCALER),
+        "initial_scale_power": _by_hand(_SCALER),
+    }
+
+
+def _by_hand(text: str) -> Rule:
+    return lambda given, found: found.by_hand.append(text.format(given))
+
+
+def _nothing(given: Any, found: Arguments) -> None:
+    """Leave it out without a word: it changes no result and no place."""
+
+
+def _offload(part: str) -> Rule:
+    return lambda given, found: found.offload(part, given.get("device"), given.get("nvme_path"))
+
+
+def _precision(given: Any, found: Arguments) -> None:
+    found.trainer["precision"] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(given, given)
+
+
+def _sharding(given: Any, found: Arguments) -> None:
+    name = str(given).upper()
+    found.strategy["zero_stage"] = 0 if name in ("NO_SHARD", "3") else 3
+    if name in ("SHARD_GRAD_OP", "2"):
+        found.strategy["reshard_after_forward"] = False
+    if name.startswith("HYBRID") or name in ("4", "5"):
+        found.by_hand.append("shard_size: set it to the number of ranks of a node")
+
+
+def _resharding(given: Any, found: Arguments) -> None:
+    if isinstance(given, bool):
+        found.strategy.update(zero_stage=3, reshard_after_forward=given)
+    else:  # of the first version of FSDP
+        _sharding(given, found)
+
+
+def _checkpoint_kind(given: Any, found: Arguments) -> None:
+    found.strategy["save_distributed_checkpoint"] = "SHARDED" in str(given).upper()
+
+
+_SCALER = "loss scale {}: HybridPrecision('16-mixed', scaler=torch.amp.GradScaler(...))"
+_BATCH = "batch size {}: that of the DataLoader, for each replica"
+_GRADIENTS = {
+    "gradient_clipping": _trainer("gradient_clip_val"),
+    "gradient_accumulation_steps": _trainer("accumulate_grad_batches"),
+}
+_DEEPSPEED: dict[str, Any] = {
+    **_GRADIENTS,
+    "zero_optimization": {
+        "stage": _strategy("zero_stage"),
+        "offload_optimizer": _offload("optimizer_states"),
+        "offload_param": _offload("parameters"),
+        "zero_hpz_partition_size": _strategy("shard_size"),
+    },
+    "bf16": _enabled("precision", "bf16-mixed"),
+    "bfloat16": _enabled("precision", "bf16-mixed"),
+    "fp16": _enabled("precision", "16-mixed"),
+    "activation_checkpointing": lambda given, found: found.strategy.update(recompute="full"),
+    "tensor_parallel": {"autotp_size": _strategy("tensor_parallel_size")},
+    "sequence_parallel_size": _strategy("context_parallel_size"),
+    "train_micro_batch_size_per_gpu": _by_hand(_BATCH),
+    "train_batch_size": _by_hand("batch size {} of all replicas and accumulated batches together"),
+    "optimizer": lambda given, found: found.by_hand.append(
+        f"optimizer: return {given.get('type', 'it')} from configure_optimizers, with {given.get('params', {})}"
+    ),
+    "scheduler": lambda given, found: found.by_hand.append(
+        f"schedule: return {given.get('type', 'it')} from configure_optimizers"
+    ),
+    **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"), _nothing),
+}
+_FSDP: dict[str, Any] = {
+    "sharding_strategy": _sharding,
+    "reshard_after_forward": _resharding,
+    "offload_params": _strategy("offload", "cpu"),
+    "activation_checkpointing": _strategy("recompute", "full"),
+    "state_dict_type": _checkpoint_kind,
+    "version": _nothing,
+}
+_ACCELERATE: dict[str, Any] = {
+    "mixed_precision": _precision,
+    "num_machines": _trainer("num_nodes"),
+    "num_processes": lambda given, found: found.by_hand.append(f"devices: {given} processes over all nodes"),
+    "gradient_accumulation_steps": _trainer("accumulate_grad_batches"),
+    "fsdp_config": {**{f"fsdp_{name}": rule for name, rule in _FSDP.items()}, **_FSDP},
+    "deepspeed_config": {
+        **_GRADIENTS,
+        "zero_stage": _strategy("zero_stage"),
+        "offload_optimizer_device": lambda given, found: found.offload("optimizer_states", given),
+        "offload_param_device": lambda given, found: found.offload("parameters", given),
+        "deepspeed_config_file": _by_hand("deepspeed_config_file: run this command on {} too"),
+    },
+    "parallelism_config": {
+        "parallelism_config_tp_size": _strategy("tensor_parallel_size"),
+        "parallelism_config_cp_size": _strategy("context_parallel_size"),
+        "parallelism_config_dp_shard_size": lambda given, found: found.strategy.update(zero_stage=3, shard_size=given),
+        "parallelism_config_dp_replicate_size": _nothing,
+    },
+    **dict.fromkeys(
+        (
+            *("compute_environment", "distributed_type", "debug", "downcast_bf16", "enable_cpu_affinity", "use_cpu"),
+            *("machine_rank", "main_training_function", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster"),
+            *("tpu_use_sudo", "main_process_ip", "main_process_port", "gpu_ids"),
+        ),
+        _nothing,
+    ),
+}
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+        parse = json.loads if path.suffix == ".json" else importlib.import_module("yaml").safe_load
+        content = parse(text)
+    except OSError as error:
+        raise UsageError(str(error)) from error
+    except Exception as error:  # of the parser
+        raise UsageError(f"{path}: {error}") from error
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{path} has no keys")
+    return content
+
+
+def _text(found: Arguments) -> str:
+    strategy = ", ".join(f"{name}={value!r}" for name, value in found.strategy.items())
+    trainer = "".join(f"{name}={value!r}, " for name, value in found.trainer.items())
+    lines = [f"strategy = Hybrid3DStrategy({strategy})", f"trainer = L.Trainer({trainer}strategy=strategy)"]
+    for title, items in (("by hand:", found.by_hand), ("left out:", found.left_out)):
+        if items:
+            lines += ["", title, *(f"- {item}" for item in items)]
+    return "\n".join(lines)
