@@ -140,4 +140,4 @@ def counts(size):
 def test_a_layer_costs_as_much_at_512_ranks_as_at_8():
     (few_operations, few_calls), (many_operations, many_calls) = counts(8), counts(512)
     assert many_operations <= few_operations <= 12 * len(LAYER)
-    assert many_calls <= 1.05 * few_calls <= 130 * len(LAYER)
+    assert many_calls <= 1.05 * few_calls <= 140 * len(LAYER)
