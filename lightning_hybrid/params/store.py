@@ -83,11 +83,9 @@ def gather(parameter: Tensor, full: Tensor) -> None:
     parameter.__dict__[_HOLDS] = State.GATHERED
 
 
-def free(parameter: Tensor) -> None:
-    """Free the full tensor, but for its shape, until a backward comes; a read that nothing intercepts finds NaN."""
-    data = parameter.data
-    content: Any = float("nan") if data.is_floating_point() or data.is_complex() else 0
-    _exchange(parameter, data.new_full((), content).expand(data.shape), _FROM_GATHERED)
+def free(parameter: Tensor, freed: Tensor) -> None:
+    """Hold a stand-in of the full shape, without memory, until a backward comes."""
+    _exchange(parameter, freed, _FROM_GATHERED)
     parameter.__dict__[_HOLDS] = State.FREED
 
 

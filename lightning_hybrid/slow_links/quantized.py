@@ -70,7 +70,7 @@ class Quantized(Method):
         num_blocks = -(-length // self.block)
         codes, scales = message.split([message.shape[1] - 4 * num_blocks, 4 * num_blocks], 1)
         scales = scales.contiguous().view(torch.float32).view(len(message), num_blocks, 1)
-        return self.values(codes, scales).reshape(len(message), -1)[:, :length]
+        return self.values(codes, scales).reshape(len(message), -1)[:, :length].contiguous()
 
     def __init__(self, traffic: Traffic) -> None:
         super().__init__(traffic)

@@ -90,7 +90,7 @@ TORCH: dict[str, tuple[str, ...]] = {
         *("_len_torch_function_stack", "_nn", "_swap_tensor_impl"),
     ),
     "_C._autograd": ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
-    "": ("_foreach_norm", "_pack_padded_sequence", "_scaled_mm"),
+    "": ("_foreach_copy_", "_foreach_norm", "_pack_padded_sequence", "_scaled_mm"),
     "_functorch.eager_transforms": ("_wrap_for_grad",),
     "autograd": ("_engine_run_backward", "_get_sequence_nr", "_profiler_enabled", "_unsafe_preserve_version_counter"),
     "autograd:Variable": ("_execution_engine",),

@@ -67,14 +67,14 @@ class CompressedGradientMessages(GradientMessages):
             return messages
         return cls(messages._shapes, messages._placements, messages._ranks, (), average=average)
 
-    def begin(self, names: Sequence[str], empty: Tensor) -> None:
+    def begin(self, names: Sequence[str], empty: Tensor, num_apart: int = 0) -> None:
         """Begin a message, as `GradientMessages.begin`; ``empty`` has shape (0,)."""
         self._compressed = []
         if not self._over_copies and empty.is_floating_point():
             shapes = {name: self._full_shape(name) for name in names}
             self._compressed = [n for n, shape in shapes.items() if self.average.selects(n, empty.dtype, shape)]
         rest = [name for name in names if name not in self._compressed]
-        super().begin([*self._compressed, *rest], empty)
+        super().begin([*self._compressed, *rest], empty, len(self._compressed))
 
     def _full_shape(self, name: str) -> list[int]:
         """The shape of a parameter that the ranks of this group shard."""
@@ -94,7 +94,7 @@ class CompressedGradientMessages(GradientMessages):
             traffic.instead_of(message[:, : len(message[0]) - len(self._names)].nbytes, self._ranks.shard, scatter=True)
             traffic.all_to_all(message[:, numel:], self._ranks.shard)
         for name in self._names[len(names) :] if not self._over_copies else ():
-            self.average.add_error(name, message[:, self._offsets[name] :][:, : self._sizes[name]])
+            self.average.add_error(name, message[:, self._rows.offsets[name] :][:, : self._sizes[name]])
         if names:
             self._values = message[:, :numel].contiguous()
             self._message = message[:, numel:].contiguous()
@@ -126,8 +126,6 @@ class CompressedGradientMessages(GradientMessages):
         return total
 
     def _average_over_copies(self, total: Tensor) -> Tensor:
-        shards = [
-            total[self._offsets[name] :][: self._shapes[name].numel()].view(self._shapes[name]) for name in self._names
-        ]
-        self.average.launch(self._names, shards, total[-len(self._names) :]).wait()
+        own = self._rows.own(total)
+        self.average.launch(self._names, [own[name] for name in self._names], total[-len(self._names) :]).wait()
         return total

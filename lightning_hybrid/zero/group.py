@@ -29,7 +29,8 @@ from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.slow_links.average import CompressedAverage
 from lightning_hybrid.step.objects.tensors import GradientObserver, gradient_dtype
 from lightning_hybrid.zero.messages import GradientMessages
-from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
+from lightning_hybrid.zero.ranks import ShardRanks
+from lightning_hybrid.zero.rows import ShardRows
 from lightning_hybrid.zero.storage import StorageDevices, StoredShards
 
 # torch 2.13 gave the collectives on single tensors new names.
@@ -77,22 +78,26 @@ class ParameterGroup:
             store.reshard(parameters[name], self._shards.shown(name))
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.messages = GradientMessages(shapes, self._placements, ranks, sparse)
-        self._offsets, length = offsets_of(
-            {name: numel_of_largest_shard(shapes[name], placement) for name, placement in self._placements.items()}
-        )
-        self._row_numel = aligned_numel(length, self._sent_dtype)
+        self._rows = ShardRows({name: shapes[name] for name in self._placements}, self._placements, self._size)
+        self._row_numel = aligned_numel(self._rows.numel, self._sent_dtype)
+        self._no_value = float("nan") if self._empty.is_floating_point() or self._empty.is_complex() else 0
+        self._nothing = self._empty.new_empty(())
+        self._freed: dict[str, Tensor] = {}  # of the full shapes, without memory
+        self._own_views: dict[str, tuple[Sequence[int], Sequence[int], int]] = {}  # size, stride and offset of shards
+        for name, placement in self._placements.items():
+            shape = [placement.length if dim == placement.dim else n for dim, n in enumerate(shapes[name])]
+            self._freed[name] = self._nothing.expand(shape)
+            own = placement.view(torch.empty(shape, device="meta"), self._rank, self._size)
+            self._own_views[name] = own.shape, own.stride(), int(own.storage_offset())
         self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
-        # Full gradients of earlier batches: hooks of the user see them with the present one added.
-        self._accumulated: dict[str, Tensor] = {}
+        self._accumulated: dict[str, Tensor] = {}  # full ones of earlier batches, to which hooks see the present added
         self._unused: dict[str, Tensor] = {}  # the same, of parameters that this rank has not gathered
-        self.is_full = False
-        self._is_pinned = False
+        self.is_full = self._is_pinned = self._is_read = False
         self._state_at_pin: dict[str, tuple[int, int]] = {}
         self.trained: list[str] = []
         self._on_read: GatherCallbacks | None = None  # gathers for code outside the layer, where such code is guarded
-        self._is_read = False
         self._gather_group = ranks.shard
         self._observer: GradientObserver | None = None
         self._on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
@@ -134,15 +139,19 @@ class ParameterGroup:
         return not self.keeps_full or self._sent_dtype != self._empty.dtype
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has shards, and not all of each parameter."""
+        return bool(self._placements)
+
+    @property
     def is_full_or_gathering(self) -> bool:
         """Whether the parameters are full, or being gathered."""
         return self.is_full or self._gathering is not None or not self._placements
 
     def _send(self) -> tuple[dist.Work, Tensor]:
         message = self._empty.new_zeros(self._row_numel, dtype=self._sent_dtype)
-        for name, offset in self._offsets.items():
-            shard = self._shards[name]
-            message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
+        own = self._rows.own(message)
+        torch._foreach_copy_(list(own.values()), [self._shards[name] for name in own])
         self._shards.evict_from_memory()
         received = message.new_empty(self._size * message.numel())
         return all_gather_single(received, message, group=self._gather_group, async_op=True), received
@@ -175,8 +184,7 @@ class ParameterGroup:
             work, received = self._gathering
             work.wait()
             self._gathering = None
-            for name in self._placements:
-                self._unpack(name, received)
+            self._unpack(received.view(self._size, -1))
         for name, parameter in self.parameters.items():
             if name not in self._gradients:
                 self._set_gradient_aside(name, parameter)
@@ -184,18 +192,14 @@ class ParameterGroup:
                 store.gather(parameter, self._full[name])
         self.is_full = True
 
-    def _unpack(self, name: str, received: Tensor) -> None:
-        placement, shard = self._placements[name], self._shards[name]
-        full = self._full.get(name)
-        if full is None:
-            shape = list(shard.shape)
-            shape[placement.dim] = placement.length
-            full = self._full[name] = self._empty.new_empty(shape)
-        rows = received.view(self._size, self._row_numel)[:, self._offsets[name] :]
-        for ranks, target in placement.views(full, self._size):
-            target.copy_(rows[ranks, : target[0].numel()].view(target.shape))
+    def _unpack(self, rows: Tensor) -> None:
+        """Copy the shards of all ranks, [ranks, numel], into the full parameters."""
+        missing = [name for name in self._freed if name not in self._full]
+        self._full.update((name, self._empty.new_empty(self._freed[name].shape)) for name in missing)
+        self._rows.read(rows, self._full)
         if not self.has_own_shards:
-            self._shards.move(name, self._shard_of(name, full, self._rank))
+            for name, full in self._full.items():
+                self._shards.move(name, self._shard_of(name, full, self._rank))
 
     @torch.compiler.disable  # of a layer that the user has compiled
     @below_read_guards
@@ -204,8 +208,9 @@ class ParameterGroup:
         if self.is_full and not self.keeps_full and not self._is_read:
             self._copy_rebound()
             self._write_back()
-            for name in self._placements:
-                store.free(self.parameters[name])
+            self._nothing.fill_(self._no_value)  # what reads find that nothing intercepts
+            for name, freed in self._freed.items():
+                store.free(self.parameters[name], freed)
             self._full = {}
             self.is_full = False
             self.gather_on_read()
@@ -250,15 +255,15 @@ class ParameterGroup:
     def _copy_rebound(self) -> None:
         """Copy back tensors that a step has assigned to full parameters: ``p.data = 0.9 * p.data + 0.1 * q.data``."""
         for name in self._placements:
-            data, full = self.parameters[name].data, self._full[name]
-            if data.data_ptr() != full.data_ptr() and data.shape == full.shape:
-                full.copy_(data)
+            parameter, full = self.parameters[name], self._full[name]
+            if parameter.data_ptr() != full.data_ptr() and parameter.shape == full.shape:
+                full.copy_(parameter.data)
 
     @torch.no_grad()
     def _write_back(self) -> None:
         """Copy what a step may have written to full parameters into the local shards."""
-        for name in self._placements:
-            self._shards.write(name, self._shard_of(name, self._full[name], self._rank), read_as=self._sent_dtype)
+        own = {name: full.as_strided(*self._own_views[name]) for name, full in self._full.items()}
+        self._shards.write(own, read_as=self._sent_dtype)
         self._shards.evict_from_memory()
 
     @below_read_guards
@@ -379,6 +384,12 @@ class ParameterGroup:
         if not self.trained or self.messages.is_launched:
             return
         self.messages.begin(self.trained, self._empty.to(gradient_dtype(self.parameters[self.trained[0]])))
+        self.messages.write(self._take_gradients())
+        self.messages.launch()
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """This backward's gradients, of the full shape, which parameters hold no longer."""
+        taken = {}
         for name in self.trained:
             parameter = self.parameters[name]
             if name not in self._gradients:  # not gathered, so not used: a gradient here is of earlier batches
@@ -389,8 +400,8 @@ class ParameterGroup:
             if gradient is not None:
                 if self._observer is not None:
                     self._observer.before_average(parameter, gradient)
-                self.messages.write(name, gradient)
-        self.messages.launch()
+                taken[name] = gradient
+        return taken
 
     @property
     def has_arrived(self) -> bool:

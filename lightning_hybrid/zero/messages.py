@@ -8,7 +8,7 @@ each row that a rank has: to an optimizer a missing row is not a zero one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_hybrid.collectives.tensors import aligned_numel
 from lightning_hybrid.host_copies import HostReads
 from lightning_hybrid.params.placement import Shard
-from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
+from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard
+from lightning_hybrid.zero.rows import ShardRows
 
 # torch 2.13 gave the collectives on single tensors new names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -47,7 +48,9 @@ class GradientMessages:
         self._row_placements: dict[str, Shard | None] = {name: by_rows.get(name) for name in sparse if name in shapes}
         self._names: list[str] = []
         self._written: set[str] = set()
-        self._offsets: dict[str, int] = {}
+        self._num_apart = 0
+        self._rows = ShardRows({}, {}, self._size)
+        self._end = torch.empty(0)  # of each row: padding and flags
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
         self._total: Tensor | None = None  # this rank's row, summed over the shard's ranks
@@ -65,47 +68,58 @@ class GradientMessages:
         """Average inside one copy of the model only, from the next step on, or over copies again."""
         self.is_local = is_local
 
-    def begin(self, names: Sequence[str], empty: Tensor) -> None:
-        """Begin a message of the gradients of these parameters, of the dtype and device of a tensor of shape (0,)."""
-        self._names, self._written = list(names), set()
-        rows = {}  # in the order of the names, which all ranks share
-        for name in names:
+    def begin(self, names: Sequence[str], empty: Tensor, num_apart: int = 0) -> None:
+        """Begin a message of the gradients of these parameters, of the dtype and device of a tensor of shape (0,).
+
+        The columns of the first ``num_apart`` ones are not sent with the others.
+        """
+        self._written, self._device_type = set(), empty.device.type
+        before = self._names, self._num_apart, self._dtype, self._end.device
+        if before == ([*names], num_apart, empty.dtype, empty.device):
+            return
+        self._names, self._num_apart, self._dtype = list(names), num_apart, empty.dtype
+        shapes: dict[str, torch.Size] = {name: self._shapes[name] for name in names}
+        placements: dict[str, Shard | None] = {**self._placements}
+        for name in names:  # all ranks have their order
             if name in self._row_placements:
-                placement = self._row_placements[name]
-                rows[_rows(name)] = self._shapes[name][0] if placement is None else placement.local_length
-        self._offsets, length = offsets_of({name: self._sizes[name] for name in names} | rows)
-        self._device_type, self._dtype = empty.device.type, empty.dtype
-        dtype = self._ranks.reduce_dtype or empty.dtype
-        self._message = empty.new_zeros(self._size, aligned_numel(length + len(names), dtype), dtype=dtype)
+                placement = placements[_rows(name)] = self._row_placements[name]
+                num_rows = shapes[name][0] if placement is None else placement.local_length
+                shapes[_rows(name)] = torch.Size([num_rows])
+        self._rows = rows = ShardRows(shapes, placements, self._size)
+        dtype, count = self._ranks.reduce_dtype or empty.dtype, len(names)
+        num_sent = rows.numel - sum(self._sizes[name] for name in names[:num_apart])
+        width = aligned_numel(num_sent + count, dtype) - num_sent
+        self._end = empty.new_zeros(self._size, width, dtype=dtype)
+        self._end[:, width - count :] = 1.0
 
-    def write(self, name: str, gradient: Tensor) -> None:
-        """Write a gradient of the full shape, dense or sparse, into the message."""
-        message, offsets = self._message, self._offsets
-        assert message is not None
-        self._written.add(name)
-        message[:, self._names.index(name) - len(self._names)] = 1.0
-        if name in self._row_placements:
-            has_row = message.new_ones(gradient.shape[0])
-            if gradient.is_sparse:
-                has_row = has_row.zero_().index_fill_(0, gradient.coalesce().indices()[0], 1.0)
-            for ranks, flags in self._views(has_row, self._row_placements[name]):
-                message[ranks, offsets[_rows(name)] :][:, : flags.shape[1]] = flags
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    def write(self, gradients: Mapping[str, Tensor]) -> None:
+        """Write gradients of the full shape, dense or sparse, into the message; some parameters may have none."""
+        rows, end = self._rows, self._end
+        self._written = set(gradients)
         divisor = self._size * (1 if self.is_local else self._ranks.replicate.size())
-        for ranks, shards in self._views(gradient, self._placements.get(name)):
-            rows = message[ranks, offsets[name] :][:, : shards[0].numel()].view(shards.shape)
-            # Scaled in the wider of both dtypes, and rounded once.
-            wide = torch.promote_types(shards.dtype, rows.dtype)
-            if shards.dtype != wide == rows.dtype:  # without a wide copy of the gradient
-                rows.copy_(shards).mul_(1.0 / divisor)
-            else:
-                torch.mul(shards.to(wide), 1.0 / divisor, out=rows)
-
-    def _views(self, full: Tensor, placement: Shard | None) -> Iterable[tuple[slice, Tensor]]:
-        """The shards of all ranks, (ranks, ...), as few views whatever the number of ranks."""
-        if placement is None:
-            return [(slice(self._size), full.expand(self._size, *full.shape))]
-        return placement.views(full, self._size)
+        dtypes = {gradient.dtype for gradient in gradients.values()}
+        is_exact = all(torch.promote_types(dtype, end.dtype) == end.dtype for dtype in dtypes)
+        if is_exact and self._has_all and rows.are_rows and not self._row_placements:
+            self._message = rows.joined(gradients, end)
+            self._message[:, : rows.numel].mul_(1.0 / divisor)
+            return
+        self._message = message = end.new_zeros(self._size, rows.numel + end.shape[1])
+        for name, gradient in gradients.items():
+            message[:, self._names.index(name) - len(self._names)] = 1.0
+            if name in self._row_placements:
+                has_row = message.new_ones(gradient.shape[0])
+                if gradient.is_sparse:
+                    has_row = has_row.zero_().index_fill_(0, gradient.coalesce().indices()[0], 1.0)
+                for target, flags in rows.pairs(_rows(name), message, has_row):
+                    target.copy_(flags)
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            for target, shards in rows.pairs(name, message, dense):
+                # Scaled in the wider of both dtypes, and rounded once.
+                wide = torch.promote_types(shards.dtype, target.dtype)
+                if shards.dtype != wide == target.dtype:  # without a wide copy of the gradient
+                    target.copy_(shards).mul_(1.0 / divisor)
+                else:
+                    torch.mul(shards.to(wide), 1.0 / divisor, out=target)
 
     def launch(self) -> None:
         """Start to send the message; does not wait."""
@@ -157,8 +171,9 @@ class GradientMessages:
         total, self._total, self.is_launched, self._is_complete = self._total, None, False, False
         assert total is not None
         flags = [1.0] * len(self._names) if self._has_all else self._reads.take(self._flags).tolist()
+        own = self._rows.own(total.to(self._dtype))
         for name, has_gradient in zip(self._names, flags, strict=True):
-            yield name, self._read(name, total) if has_gradient else None
+            yield name, self._read(name, own) if has_gradient else None
 
     def complete(self, reads: HostReads) -> None:
         """Wait for the message, and for the ranks that hold copies of the shard; `finish` reads flags by ``reads``."""
@@ -188,13 +203,12 @@ class GradientMessages:
         """
         return self._ranks.replicate.size() == 1 and self._device_type == "cpu"
 
-    def _read(self, name: str, total: Tensor) -> Tensor:
-        shape = self._shapes[name]
-        shard = total[self._offsets[name] :][: shape.numel()].view(shape).to(self._dtype)
+    def _read(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
+        shard = own[name]
         if name not in self._row_placements:
             return shard
-        has_row = total[self._offsets[_rows(name)] :][: shape[0]] > 0
-        return torch.sparse_coo_tensor(has_row.nonzero().T, shard[has_row], shape, is_coalesced=True)
+        has_row = own[_rows(name)][: shard.shape[0]] > 0
+        return torch.sparse_coo_tensor(has_row.nonzero().T, shard[has_row], shard.shape, is_coalesced=True)
 
 
 def _rows(name: str) -> str:

@@ -5,14 +5,27 @@ another order on each. So before a rank gathers it announces its request, and jo
 they synchronize in *rounds*. A round is one short row of numbers per rank, then the gathers that any rank requested, in
 the order of the layers. A rank whose backward is over goes on to join rounds until the backward of every rank is.
 
+Where two steps before made the same gathers, a rank announces in a round those that will follow, and all ranks agree on
+what all of them announce. An agreed gather needs no round: each rank launches it when it comes to it, or, with all that
+are left, before its next round, and drops what it does not need. So between two rounds all ranks launch the same
+gathers in the same order, and all launch them before they wait in a round.
+
+[Note: few are agreed] A rank that needs another layer waits until the others have passed all that is agreed, so these
+must not wait for it: not for sums of gradients, whose launch only a round shows, and which a backward must not collect;
+nor for other collectives of the step, before which ranks must call as many layers. So agreed gathers end with a
+forward, and in a backward they are few. A digest of whole steps in place of rounds would need an order for all of
+these, with sums of gradients sent twice by ranks that differ.
+
 Reductions of gradients go through another group: they are launched between rounds, in an order of their own. Each row
 also has the number of those that its rank has launched, so that a backward waits for no others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,18 +34,24 @@ from lightning_hybrid.errors import RanksDiffer
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.guards import below_read_guards
 from lightning_hybrid.shared_memory.transfers import start_all_gather
+from lightning_hybrid.zero.forecast import Forecast
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.ranks import ShardRanks
 from lightning_hybrid.zero.reductions import Reductions
 
-_NONE = -1.0
-_DONE = -2.0
-# Most groups of one layer, and most to prefetch: a layer has one per dtype.
+_NONE = -1
+_DONE = -2
+# Most groups of one layer that a rank requests in a round: a layer has one per dtype.
 _SLOTS = 8
+_MOST_UNNEEDED = 2  # results of gathers that this rank waits for before it launches more
 
 
 class GatherRounds:
-    """The rounds of one rank, among the ranks of its shard group."""
+    """The rounds of one rank, among the ranks of its shard group.
+
+    Attributes:
+        forecast: Of the gathers of this rank.
+    """
 
     def __init__(self, mesh: Mesh, groups: Sequence[ParameterGroup], reductions: Reductions) -> None:
         """Prepare rounds; collective over the world.
@@ -43,9 +62,11 @@ class GatherRounds:
         self._headers = mesh.dedicated_group("dp_shard", "headers of gathers", "gloo")
         axes = [axis for axis in ("dp_shard", "ep_shard") if axis in mesh.axes]  # experts have fewer replicas
         gathers = {mesh.group(axis): mesh.dedicated_group(axis, "gathers") for axis in axes}
-        self._groups, self._reductions = list(groups), reductions
+        self._groups, self._reductions, self.forecast = list(groups), reductions, Forecast()
+        self._agreed: deque[int] = deque()  # to launch before the next round, by position of the group
+        self._early: set[int] = set()  # launched before they were requested
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
-        self._positions = {id(group): float(position) for position, group in enumerate(self._groups)}
+        self._positions = {id(group): position for position, group in enumerate(self._groups)}
         for group in self._groups:
             group.gather_through(gathers)
 
@@ -54,43 +75,70 @@ class GatherRounds:
 
         ``prefetched`` are of the layer after the next one, if it comes next on all ranks.
         """
-        missing = [group for group in requested if not group.is_full_or_gathering]
-        for start in range(0, len(missing), _SLOTS):
-            self._run_round(self._row(missing[start : start + _SLOTS], prefetched))
+        requested = [group for group in requested if group.is_sharded]
+        wanted = [self._positions[id(group)] for group in requested]
+        self.forecast.add([position for position in wanted if not self._groups[position].is_full])
+        self._early.difference_update(wanted)
+        while self._agreed and not all(group.is_full_or_gathering for group in requested):
+            self._launch_agreed(wanted)
+        missing = [self._positions[id(group)] for group in requested if not group.is_full_or_gathering]
+        while missing:
+            row, missing = missing[:_SLOTS], missing[_SLOTS:]
+            self._run_round(row, [] if missing else self._following(prefetched))
+        while self._agreed and len(self._early) < len(requested) and not self._groups[self._agreed[0]].is_full:
+            self._early.add(self._agreed[0])
+            self._launch_agreed(self._early)
         for group in requested:
             group.gather()
 
+    def _following(self, prefetched: Sequence[ParameterGroup]) -> list[int]:
+        """The gathers that this rank expects to come next."""
+        unforeseen = [self._positions[id(group)] for group in prefetched if not group.is_full_or_gathering]
+        return self.forecast.following() or unforeseen[:_SLOTS]
+
     def finish(self) -> None:
         """Join the rounds of the other ranks until none requests anything more."""
-        done = [_DONE] + [_NONE] * (2 * _SLOTS - 1)
-        while not self._run_round(done):
+        while self._agreed:
+            self._launch_agreed(())
+        while not self._run_round([_DONE], []):
             pass
         for work, _ in self._unneeded:
             work.wait()
         self._unneeded.clear()
+        self._early.clear()
+        self.forecast.end_part()
 
-    def _row(self, requested: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup]) -> list[float]:
-        halves = []
-        for groups in (requested, prefetched):
-            positions = [self._positions[id(group)] for group in groups if not group.is_full_or_gathering][:_SLOTS]
-            halves += positions + [_NONE] * (_SLOTS - len(positions))
-        return halves
+    def end_step(self) -> None:
+        """Launch what is agreed, also where a step has failed: later gathers come after it on all ranks."""
+        with contextlib.suppress(RuntimeError):  # another rank may be gone
+            while self._agreed:
+                self._groups[self._agreed.popleft()].join_gather(self._unneeded, is_needed=False)
+        self._early.clear()
 
     @below_read_guards
-    def _run_round(self, row: list[float]) -> bool:
+    def _launch_agreed(self, needed: Iterable[int]) -> None:
+        """Launch the next agreed gather."""
+        position = self._agreed.popleft()
+        self._groups[position].join_gather(self._unneeded, is_needed=position in needed)
+        while len(self._unneeded) > _MOST_UNNEEDED:
+            self._unneeded.pop(0)[0].wait()
+
+    @below_read_guards
+    def _run_round(self, requested: Sequence[int], following: Sequence[int]) -> bool:
         """Run one round; returns whether all ranks are done."""
         self._unneeded[:] = [pair for pair in self._unneeded if not pair[0].is_completed()]
-        sent = torch.tensor([*row, self._reductions.num_launched], dtype=torch.float64)
-        gathered = [each.tolist() for each in start_all_gather(sent, self._headers)()]
-        rows, launched = [each[:-1] for each in gathered], [int(each[-1]) for each in gathered]
-        self._reductions.receive(min(launched))
-        if all(each[0] == _DONE for each in rows):
+        row = [*requested, *[_NONE] * (_SLOTS - len(requested)), self._reductions.num_launched]
+        sent = torch.tensor([*row, *following, *[_NONE] * (Forecast.MOST - len(following))])
+        rows = torch.stack(list(start_all_gather(sent, self._headers)()))
+        self._reductions.receive(int(rows[:, _SLOTS].min()))
+        if bool((rows[:, 0] == _DONE).all()):
             return True
-        needed = {int(position) for each in rows for position in each[:_SLOTS] if position >= 0}
-        is_same_next = all(each[_SLOTS:] == row[_SLOTS:] for each in rows)
-        prefetched_next = {int(position) for position in row[_SLOTS:] if position >= 0} if is_same_next else set()
-        for position in (*sorted(needed), *sorted(prefetched_next - needed)):
-            self._groups[position].join_gather(self._unneeded, is_needed=float(position) in row)
+        for position in rows[:, :_SLOTS].unique().tolist():  # sorted
+            if position >= 0:
+                self._groups[position].join_gather(self._unneeded, is_needed=position in requested)
+        announced = rows[:, _SLOTS + 1 :]
+        is_agreed = (announced == announced[0]).all(0) & (announced[0] != _NONE)
+        self._agreed.extend(following[: int(is_agreed.cumprod(0).sum())])
         return False
 
 

@@ -195,6 +195,8 @@ class ZeroSharding(Active):
         the whole step.
         """
         self.check()
+        if self._rounds is not None:
+            self._rounds.forecast.begin_step()
         if num_microbatches:
             self._agree(num_microbatches)
         if not self._is_evaluating:
@@ -214,6 +216,8 @@ class ZeroSharding(Active):
                 self._finish()
         finally:
             self._reductions.reset()
+            if self._rounds is not None:
+                self._rounds.end_step()
             self._same_microbatches = True
             self._in_backward.clear()
             for group in self._all:

@@ -104,26 +104,33 @@ class StoredShards:
         Returns:
             FQNs of those that were shown on another device.
         """
-        for name, shown in self._shown.items():
-            self.write(name, shown)
+        self.write(self._shown)
         names, self._shown = list(self._shown), {}
         if names:
             self.evict_from_memory()
         return names
 
-    def write(self, name: str, content: Tensor, *, read_as: torch.dtype | None = None) -> None:
-        """Copy content of the shard's shape from the compute device into it.
+    def write(self, contents: Mapping[str, Tensor], *, read_as: torch.dtype | None = None) -> None:
+        """Copy contents, of the shards' shapes, from the compute device into shards.
 
-        ``read_as`` is the dtype to which the shard was rounded when it was read: elements that still have the rounded
+        ``read_as`` is the dtype to which shards were rounded when they were read: elements that still have the rounded
         value were not written, and stay.
         """
-        shard = self._shards[name]
-        if read_as not in (None, shard.dtype):
-            exact = shard.to(content.device)
-            content = torch.where(content == exact.to(read_as).to(shard.dtype), exact, content)
-        # A write to a file makes the system write it to disk, which takes longer than comparing first.
-        if self.region is None or not torch.equal(shard, content.to(shard.device)):
-            shard.copy_(content)
+        shards = [self._shards[name] for name in contents]
+        found = list(contents.values())
+        if read_as is not None:
+            for index, shard in enumerate(shards):
+                if shard.dtype != read_as:
+                    exact = shard.to(found[index].device)
+                    is_read = found[index] == exact.to(read_as).to(shard.dtype)
+                    found[index] = torch.where(is_read, exact, found[index])
+        if self.region is not None:
+            # A write to a file makes the system write it to disk, which takes longer than comparing first.
+            pairs = zip(shards, found, strict=True)
+            changed = [(shard, new) for shard, new in pairs if not torch.equal(shard, new.to(shard.device))]
+            shards, found = [shard for shard, _ in changed], [new for _, new in changed]
+        if shards:
+            torch._foreach_copy_(shards, found)
 
     def evict_from_memory(self) -> None:
         """Evict shards that are in a file from memory."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from torch import nn
 from torch.nn import functional as F
 
 from harness.fits import Run, check, fit
@@ -16,10 +17,11 @@ from harness.nccl import judges
 from harness.nccl.recording import RecordedWorlds
 from harness.nccl.timeouts import other_timeouts
 from harness.nccl.trace import Launch, Ops, Wait
+from lightning_hybrid.callbacks import GradientCompression
 from lightning_hybrid.checkpoint import local
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params import owners
-from models.hand_written import Layers
+from models.hand_written import WIDTH, Layers
 from models.mixtures import Mixtral
 from models.moe_layers import Balanced
 from models.wide import BertWide, GPT2OneHead, GPT2Wide, LlamaGrouped, LlamaWide, T5Wide
@@ -142,9 +144,23 @@ def test_no_receive_is_posted_before_what_it_depends_on(worlds, schedule, m):
 # -- finding 14, repaired: rows of ZeRO's messages ended anywhere -----------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_rows_of_shards_are_multiples_of_16_bytes(worlds, stage):
-    run = Run("Layers", dp=2, dtype=torch.float32, strategy={**BY_LAYER, "zero_stage": stage})
+class OddWidths(Layers):
+    def __init__(self):
+        super().__init__(2)
+        self.head = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 4))
+
+
+class Compressed(GradientCompression):
+    recorded = None
+
+    def __init__(self):
+        super().__init__("int8")
+
+
+@pytest.mark.parametrize(("stage", "callback"), [(1, None), (3, None), (1, Compressed)])
+def test_rows_of_shards_are_multiples_of_16_bytes(worlds, stage, callback):
+    strategy = {**BY_LAYER, "zero_stage": stage}
+    run = Run(OddWidths, dp=2, dtype=torch.float32, strategy=strategy, callback=callback)
     launches = [launch for trace in traces_of(worlds, run) for launch in trace.of(Launch) if not launch.is_host]
     kinds = {"allgather", "reduce_scatter"}  # whose size is that of one row
     sent = [each for each in launches if each.line.startswith("zero/") and each.kind in kinds]

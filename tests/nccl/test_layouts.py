@@ -9,12 +9,13 @@ import json
 from pathlib import Path
 
 import pytest
-from conformance.harness import Checked, layouts_of, observe_and_save
+from conformance.harness import LAYOUTS, Checked, layouts_of, observe_and_save
 from conformance.registry import CASES
 
 from harness.nccl import judges
 from harness.nccl.recording import RecordedWorlds
 from harness.nccl.trace import summary
+from lightning_hybrid.verify import Layout
 
 # One of each layout.
 BY_DEFAULT = [
@@ -56,6 +57,31 @@ def test_layout_is_ready_for_nccl(worlds, record_property, name, layout):
     if key in KNOWN:
         assert not judges.more_syncs(found, KNOWN[key]), "more host synchronisations; or change host_syncs.json"
         assert layout.name == "ep2" or judges.most_syncs(recorded.traces) < LIMIT
+
+
+BY_LAYER = Layout("zero3 by layer", 2, {"num_microbatches": 1, "zero_stage": 3, "reshard_after_forward": True})
+
+
+@pytest.mark.parametrize("name", ["SwitchClassifier", "LayerDrop"])
+def test_layers_that_only_some_ranks_call(worlds, name):
+    """A sum of gradients waits for a rank that does not use the layer, and so for its other gathers; no gather does."""
+    recorded = RecordedWorlds(worlds, observe_and_save)
+    outcome = Checked(recorded, CASES[name]).outcome(BY_LAYER)
+    assert outcome.is_parity, f"{outcome.summary}: {outcome.reason}"
+    found = judges.judge(recorded.traces)
+    assert found.keys() <= {"stuck_in_one_queue", "stuck_at_allocations"}
+    assert not [text for texts in found.values() for text in texts if "zero/group.py" in text]
+
+
+def test_a_backward_over_expert_ranks_waits_where_that_of_replicas_does(worlds):
+    """Boolean masks of the module itself, whose derivative torch finds on the host."""
+    found = {}
+    for name in ("ep2", "dp2"):
+        recorded = RecordedWorlds(worlds, observe_and_save)
+        Checked(recorded, CASES["SwitchClassifier"]).outcome(LAYOUTS[name])
+        found[name] = judges.host_syncs(recorded.traces)
+    own = found["dp2"]["lightning/pytorch/core/module.py backward"]
+    assert found["ep2"]["pipeline/shares.py _backward"] == own > 0
 
 
 def test_the_table_has_a_module_of_each_layout():

@@ -125,6 +125,17 @@ def test_results_and_feedback_add_up_to_all_gradients(method):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("method", METHODS)
+def test_gradients_in_float32_are_shorter_than_a_block(method):
+    average = CompressedAverage(METHODS[method](), dist.group.WORLD)
+    found = averaged(average, gradients(0, dtype=torch.float32))
+    pending = average.errors["a"].clone()
+    dist.all_reduce(pending)
+    exact = sum(gradients(0, rank, torch.float32)[0] for rank in range(2)) / 2
+    torch.testing.assert_close(found[0] + pending, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_gradient_that_repeats_is_learned_from_feedback(method):
     """The mean of the results over many steps comes as near to the gradient as a last message may be away."""
     average = CompressedAverage(METHODS[method](), dist.group.WORLD)

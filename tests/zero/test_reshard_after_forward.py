@@ -26,7 +26,7 @@ def counted(profile):
 
 
 class CountsMessages(Callback):
-    """Of the second batch, up to its gradients."""
+    """Of the last batch, up to its gradients."""
 
     recorded = None
 
@@ -60,7 +60,7 @@ def of_fsdp2(reshard, num_microbatches):
 
 def of_hybrid3d(reshard, num_microbatches):
     strategy = {"zero_stage": 3, "reshard_after_forward": reshard}
-    run = Run("Layers", dp=2, microbatches=num_microbatches, num_batches=2, strategy=strategy, callback=CountsMessages)
+    run = Run("Layers", dp=2, microbatches=num_microbatches, num_batches=4, strategy=strategy, callback=CountsMessages)
     return fit(run).extra
 
 

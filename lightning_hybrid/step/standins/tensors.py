@@ -35,6 +35,7 @@ from lightning_hybrid.step.standins.numbers import AbsentFloat
 
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
 _MOST_KERNELS = 1 << 14  # some 2 KB each
+_ABSENT = (FakeTensor, AbsentFloat)
 
 _BUILTIN = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes not set by the user
 FULL_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank has a shard: the full shape
@@ -125,7 +126,7 @@ def user_attributes(tensor: Tensor) -> dict[str, Any]:
 
 def is_absent(value: Any) -> bool:
     """Whether ``value`` is a stand-in without content."""
-    return isinstance(value, FakeTensor | AbsentFloat)
+    return isinstance(value, _ABSENT)
 
 
 def drop(parameter: Tensor, device: torch.device | None = None) -> None:

@@ -134,7 +134,10 @@ class GracefulStop:
         return f"stop-points-{rank}"
 
     def _interrupt_all(self) -> list[int]:
-        """Make each rank read the proposal, at its next stop point at the latest; return how many each has passed."""
+        """Make each rank read the proposal, at its next stop point at the latest; return how many each has passed.
+
+        One rank asks for each other one, once per stop, so that each asks only once at a stop point.
+        """
         ranks = range(self._mesh.layout.world_size)
         return [self._store.add(self._count_key(rank), _INTERRUPT) % _INTERRUPT for rank in ranks]
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_hybrid.collectives.arrivals import store_of_run
 from lightning_hybrid.errors import NotOnAllRanks
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
@@ -141,12 +142,16 @@ class CountedStore(dist.Store):
 
 
 @pytest.mark.parametrize("size", [64, 1024])
-def test_requests_of_the_process_groups(size):
+def test_requests_of_a_start(size):
     layout = ParallelLayout(pipeline_parallel_size=4, data_shard_size=size // 16, tensor_parallel_size=4)
     store = CountedStore()
     dist.init_process_group("fake", rank=0, world_size=size, store=store)
     try:
-        Mesh.build(layout, "cpu")
+        mesh = Mesh.build(layout, "cpu")
+        for axis in ("pp", "dp_shard", "tp"):
+            mesh.dedicated_group(axis, "more messages")
+        for name in ("run", "evaluated", "memory-guard"):
+            store_of_run(name, 0)
     finally:
         dist.destroy_process_group()
     assert store.count < MOST
