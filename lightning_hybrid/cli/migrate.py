@@ -28,7 +28,7 @@ class Arguments:
     by_hand: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def offload(self, part: str, device: Any, folder: Any = None) -> None:
+    def move(self, part: str, device: Any, folder: Any = None) -> None:
         """Offload a part of the state to "cpu" or "nvme"."""
         if device in ("cpu", "nvme"):
             place = "cpu" if device == "cpu" else f"disk:{folder or 'PATH'}"
@@ -125,8 +125,8 @@ def _nothing(given: Any, found: Arguments) -> None:
     """Leave it out without a word: it changes no result and no place."""
 
 
-def _offload(part: str) -> Rule:
-    return lambda given, found: found.offload(part, given.get("device"), given.get("nvme_path"))
+def _moved(part: str) -> Rule:
+    return lambda given, found: found.move(part, given.get("device"), given.get("nvme_path"))
 
 
 def _precision(given: Any, found: Arguments) -> None:
@@ -144,7 +144,7 @@ def _sharding(given: Any, found: Arguments) -> None:
 
 def _resharding(given: Any, found: Arguments) -> None:
     if isinstance(given, bool):
-        found.strategy.update(zero_stage=3, reshard_after_forward=given)
+        found.strategy.update({"zero_stage": 3, "reshard_after_forward": given})
     else:  # of the first version of FSDP
         _sharding(given, found)
 
@@ -163,14 +163,14 @@ _DEEPSPEED: dict[str, Any] = {
     **_GRADIENTS,
     "zero_optimization": {
         "stage": _strategy("zero_stage"),
-        "offload_optimizer": _offload("optimizer_states"),
-        "offload_param": _offload("parameters"),
+        "offload_optimizer": _moved("optimizer_states"),
+        "offload_param": _moved("parameters"),
         "zero_hpz_partition_size": _strategy("shard_size"),
     },
     "bf16": _enabled("precision", "bf16-mixed"),
     "bfloat16": _enabled("precision", "bf16-mixed"),
     "fp16": _enabled("precision", "16-mixed"),
-    "activation_checkpointing": lambda given, found: found.strategy.update(recompute="full"),
+    "activation_checkpointing": _strategy("recompute", "full"),
     "tensor_parallel": {"autotp_size": _strategy("tensor_parallel_size")},
     "sequence_parallel_size": _strategy("context_parallel_size"),
     "train_micro_batch_size_per_gpu": _by_hand(_BATCH),
@@ -200,14 +200,14 @@ _ACCELERATE: dict[str, Any] = {
     "deepspeed_config": {
         **_GRADIENTS,
         "zero_stage": _strategy("zero_stage"),
-        "offload_optimizer_device": lambda given, found: found.offload("optimizer_states", given),
-        "offload_param_device": lambda given, found: found.offload("parameters", given),
+        "offload_optimizer_device": lambda given, found: found.move("optimizer_states", given),
+        "offload_param_device": lambda given, found: found.move("parameters", given),
         "deepspeed_config_file": _by_hand("deepspeed_config_file: run this command on {} too"),
     },
     "parallelism_config": {
         "parallelism_config_tp_size": _strategy("tensor_parallel_size"),
         "parallelism_config_cp_size": _strategy("context_parallel_size"),
-        "parallelism_config_dp_shard_size": lambda given, found: found.strategy.update(zero_stage=3, shard_size=given),
+        "parallelism_config_dp_shard_size": lambda given, found: found.strategy.update({"zero_stage": 3, "shard_size": given}),
         "parallelism_config_dp_replicate_size": _nothing,
     },
     **dict.fromkeys(
