@@ -149,6 +149,10 @@ def _resharding(given: Any, found: Arguments) -> None:
         _sharding(given, found)
 
 
+def _shard_size(given: Any, found: Arguments) -> None:
+    found.strategy.update({"zero_stage": 3, "shard_size": given})
+
+
 def _checkpoint_kind(given: Any, found: Arguments) -> None:
     found.strategy["save_distributed_checkpoint"] = "SHARDED" in str(given).upper()
 
@@ -207,7 +211,7 @@ _ACCELERATE: dict[str, Any] = {
     "parallelism_config": {
         "parallelism_config_tp_size": _strategy("tensor_parallel_size"),
         "parallelism_config_cp_size": _strategy("context_parallel_size"),
-        "parallelism_config_dp_shard_size": lambda given, found: found.strategy.update({"zero_stage": 3, "shard_size": given}),
+        "parallelism_config_dp_shard_size": _shard_size,
         "parallelism_config_dp_replicate_size": _nothing,
     },
     **dict.fromkeys(
