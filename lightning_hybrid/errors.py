@@ -146,7 +146,16 @@ class PartitionError(HybridError, ValueError):
 
 
 class UnfitError(PartitionError):
-    """The number of stages, or a name in ``pipeline_cuts``, does not fit the step."""
+    """The number of stages, or a name in ``pipeline_cuts``, does not fit the step.
+
+    Attributes:
+        reads: Names of the parameters and buffers that the step reads, where it has too few units.
+    """
+
+    def __init__(self, *args: object, entry: str = "", reads: Iterable[str] = ()) -> None:
+        """Make an error of a step that reads these parameters."""
+        super().__init__(*args, entry=entry)
+        self.reads = frozenset(reads)
 
 
 class BatchError(HybridError, ValueError):

@@ -123,9 +123,7 @@ def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None =
     if cuts is None:
         if num_stages > len(starts):
             line = next((node.line for node in graph.nodes if node.together), None)
-            # With several units the number is wrong; a single one means that the step cannot be cut at all.
-            kind = UnfitError if len(starts) > 1 else PartitionError
-            raise kind(
+            raise UnfitError(
                 f"the step needs {num_stages} stages but has only {counted(len(starts), 'unit')}"
                 " with parameters"
                 + (f", counting all operations of the derivative at {line} as one" if line is not None else "")
@@ -135,6 +133,7 @@ def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None =
                     else f"; set pipeline_parallel_size * stages_per_rank to {len(starts)} or less"
                 ),
                 entry="too-many-stages",
+                reads=first_use if len(starts) > 1 else (),
             )
         bounds = [*starts[1:], len(graph.nodes)]
         begin = [0, *starts[1:]]

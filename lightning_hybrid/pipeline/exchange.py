@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.batch.means import reduction_of
+from lightning_hybrid.batch.means import is_extreme, reduction_of
 from lightning_hybrid.batch.merge import Argument, Leaf, join
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.scalars import BatchScalars
@@ -110,7 +110,9 @@ class StepResultExchange:
         measured = self._measured, self._weighting.keys
         batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs, *measured)
         for key, entry in keyed(self._entries):
-            if entry.value is not None and batch.is_mean(entry.value):  # such as one over equal counts
+            if entry.value is None or is_extreme(entry.value, graphs[0]):
+                continue
+            if batch.is_mean(entry.value):  # such as one over equal counts
                 self._nearest.pop(key, None)
         self._metrics.finish_all(batch)
         self._combined_keys |= batch.guessed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +107,15 @@ class ModulePartition:
         try:
             return self._record_step(arguments), None, refusal
         except Exception as error:
-            if isinstance(error, BatchError | UnfitError) or not can_fall_back:
+            is_wrong = isinstance(error, UnfitError) and (setting.options.pipeline_cuts or self._has_all(error.reads))
+            if isinstance(error, BatchError) or is_wrong or not can_fall_back:
                 raise
             return (), error, refusal
+
+    def _has_all(self, reads: Collection[str]) -> bool:
+        """Whether these are all parameters that the module trains: then no other step of it has more units."""
+        trained = {name for name, parameter in self._setting.module.named_parameters() if parameter.requires_grad}
+        return bool(reads) and trained <= set(reads)
 
     def _fall_back(self, axes: Sequence[str], reason: str, error: Exception | None) -> None:
         """Let the ranks along some axes hold shards, and run the step unpartitioned, if possible on shares of a batch.

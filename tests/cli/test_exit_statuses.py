@@ -66,7 +66,6 @@ def test_unknown_precision(command, capsys):
         (["convert", "model.ckpt", "text.ckpt/new.ckpt"], PROBLEM),
         (["convert", "missing.ckpt", "new.ckpt"], USAGE),
         (["convert", "model.ckpt", "one.ckpt"], USAGE),
-        ([], USAGE),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -104,7 +103,6 @@ def test_json_of_a_conversion(source, kinds, checkpoints, monkeypatch, capsys):
         (["explain", "missing.py:Net"], USAGE),
         (["verify", STACK, "--layout", "pp=x"], USAGE),
         (["verify", STACK, "--config", "missing.yaml"], USAGE),
-        ([], USAGE),
         (["no_command"], USAGE),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -152,6 +150,13 @@ def test_examples_of_the_help(line, checkpoints, monkeypatch, capsys, tmp_path):
     if "config.json" in arguments:
         sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 1024}
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 512, **sizes}))
+        monkeypatch.chdir(tmp_path)
+    if arguments[0] == "migrate":
+        content = {"zero_optimization": {"stage": 2}} if arguments[1].endswith(".json") else {"fsdp_config": {}}
+        path = (tmp_path / arguments[1].removeprefix("~/")).resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+        monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.chdir(tmp_path)
     if arguments[0] in ("checkpoint", "hardware"):
         monkeypatch.chdir(checkpoints)

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import lightning
 import torch
 
 _OWN = str(Path(__file__).resolve().parents[2])
 # "<string>" has the methods that dataclasses write.
+_LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames
 _LIBRARIES = ("<string>", _OWN, *lightning.__path__, *torch.__path__)
 
 
@@ -24,15 +26,24 @@ def shorten(error: BaseException, line: str = "") -> None:
     """Let Python print an error that nothing catches by frames of the user's code; by one ``line``, where given."""
     if sys.flags.dev_mode:
         return
-    hook = sys.excepthook
+    error.__dict__[_LINE] = line
+    if not isinstance(sys.excepthook, Shortening):
+        sys.excepthook = Shortening(sys.excepthook)
 
-    def show(kind: type[BaseException], value: BaseException, frames: TracebackType | None) -> None:
-        if value is error and line:
+
+class Shortening:
+    """Prints errors as the hook ``before`` does, and shortens those of `shorten`; it keeps no error alive."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        """Print an error that nothing has caught."""
+        line = vars(error).get(_LINE)
+        if line:
             print(line, file=sys.stderr, flush=True)
-            return
-        hook(kind, value, trim(value).__traceback__ if value is error else frames)
-
-    sys.excepthook = show
+        else:
+            self.before(kind, error, frames if line is None else trim(error).__traceback__)
 
 
 def trim(error: BaseException) -> BaseException:

@@ -51,7 +51,11 @@ def test_parity(worlds, run):
     assert_parity(ranks, expected, run)
     biases = [value for name, value in expected.state.items() if name.endswith("router.bias")]
     assert bool(biases) == any(bias.any() for bias in biases) == (run.case is Counting)
-    assert all(rank.logged["load"] == expected.logged["load"] > 0 for rank in ranks)
+    # Microbatches do not give the largest count of a batch, as a warning says: what is nearest depends on the batch.
+    assert (run.case is Counting and run.dp > 1) or all(
+        rank.logged["load"] == expected.logged["load"] for rank in ranks
+    )
+    assert all(rank.logged["load"] > 0 for rank in ranks)
     for name, stages in ranks[0].stages.items():
         _, number, *_ = name.split(".")
         assert run.pp == 1 or not name.startswith("layers") or stages == (int(number) // 2,), name

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from harness.trainer_runs import assert_same, trainer_of
+from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.params.reads.steps import StepReads
 from lightning_hybrid.run import runner as stage_runner
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -139,13 +140,21 @@ def refused(module, options):
     [
         (ByRank, ["RanksDisagree", "logged", "on every rank"], {}),
         (LoopsByRank, ["RanksDisagree", "ends the step", "reads 'layers.1.0.weight'", "test_gathering"], {}),
-        (Straight, ["UnfitError", "needs 16 stages but has only", "to 3 or less"], {"stages_per_rank": 8}),
         (Straight, ["UnfitError", "pipeline_cuts names 'nothing'", "nearest"], {"pipeline_cuts": ["nothing"]}),
     ],
 )
 def test_refused(worlds, module, words, options):
     for message in worlds.run(2, refused, module, options):
         assert all(word in message for word in words), message
+
+
+def trained_in_too_many_stages():
+    with pytest.raises(UnfitError, match=r"needs 16 stages but has only 3 units.* to 3 or less"):
+        trainer_of(2, 2, strategy_options={"stages_per_rank": 8}).fit(Straight(), loader(4))
+
+
+def test_more_stages_than_layers(worlds):
+    worlds.run(2, trained_in_too_many_stages)
 
 
 def predicted(size, options):

@@ -80,4 +80,4 @@ def test_a_step_in_the_backward_comes_too_early(worlds, tmp_path):
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "optimizer_in_backward": True}
     with pytest.raises(RankError) as error:
         worlds.run(2, run_in, tmp_path / "ranks", Saves, 2, options, timeout=60)
-    assert str(error.value).count("save-in-step") == 2  # on both ranks
+    assert str(error.value).count("explain-error save-in-step") == 2  # on both ranks

@@ -12,7 +12,7 @@ from torch import nn
 from harness.launched_jobs import run
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.strategies.world.traces import trim
+from lightning_hybrid.strategies.world.traces import shorten, trim
 
 SCRIPT = """
 import sys
@@ -78,6 +78,26 @@ def test_refusals_of_the_package_show_the_call():
     assert frames_of(lambda: ParallelLayout(pipeline_parallel_size=0)) == [Path(__file__).name] * 2
     with pytest.raises(LayoutError):
         ParallelLayout(pipeline_parallel_size=0)
+
+
+def test_one_hook_keeps_no_error(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: shown.append(given))
+    before = sys.excepthook
+    for error in (ValueError("a"), ValueError("b")):
+        shorten(error)
+    hook = sys.excepthook
+    assert hook.before is before
+    try:
+        nn.Linear(2, 2)(torch.zeros(3))
+    except RuntimeError as error:
+        frames = error.__traceback__
+        hook(type(error), error, frames)
+        assert shown == [(RuntimeError, error, frames)]
+        shorten(error)
+        hook(type(error), error, frames)
+        _, _, trimmed = shown[1]
+        assert len(traceback.extract_tb(trimmed)) < len(traceback.extract_tb(frames))
 
 
 def test_errors_of_torch_show_the_call_and_where():
