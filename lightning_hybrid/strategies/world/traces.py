@@ -32,7 +32,7 @@ def shorten(error: BaseException, line: str = "") -> None:
 
 
 class Shortening:
-    """Prints errors as the hook ``before`` does, and shortens those of `shorten`; it keeps no error alive."""
+    """Prints errors as the hook ``before`` does, but briefly if `shorten` was called with them; keeps none alive."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
