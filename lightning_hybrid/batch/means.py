@@ -38,20 +38,23 @@ _REARRANGED = REARRANGED | {"diag", "diagonal", "__getitem__"}
 _EXTREMES = {"max": "max", "amax": "max", "any": "max", "min": "min", "amin": "min", "all": "min"}
 
 
-def is_extreme(value: int, graph: StepGraph) -> bool:
-    """Whether a scalar is the largest or least of others, also of such as are of no sample: no mean by itself."""
+def _maker(value: int, graph: StepGraph) -> Node | None:
+    """The operation that has made a value, behind those that return it as it is."""
     node = graph.makers.get(value)
     while node is not None and node.name in IDENTITIES and len(node.inputs) == 1:
         node = graph.makers.get(node.inputs[0])
+    return node
+
+
+def is_extreme(value: int, graph: StepGraph) -> bool:
+    """Whether a scalar is the largest or least of others, also of such as are of no sample: no mean by itself."""
+    node = _maker(value, graph)
     return node is not None and node.name in _EXTREMES
 
 
 def reduction_of(value: int, graph: StepGraph, size: int) -> str:
     """How a scalar reduces over the samples of a microbatch: "sum", "max", "min"; "" if not by one such operation."""
-    makers = graph.makers
-    node = makers.get(value)
-    while node is not None and node.name in IDENTITIES and len(node.inputs) == 1:
-        node = makers.get(node.inputs[0])
+    node = _maker(value, graph)
     if node is None or node.unit or not node.inputs:
         return ""
     if len(node.inputs) > 1 and node.averages != "sum":  # a loss may compare two values of the model

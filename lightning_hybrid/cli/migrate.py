@@ -108,13 +108,10 @@ def _trainer(option: str, value: Any = None) -> Rule:
     return lambda given, found: found.trainer.update({option: given if value is None else value})
 
 
-def _enabled(option: str, value: Any) -> Mapping[str, Any]:
-    """Rules of a section that is switched on by "enabled"."""
-    return {
-        "enabled": _trainer(option, value),
-        "loss_scale": _by_hand(_SCALER),
-        "initial_scale_power": _by_hand(_SCALER),
-    }
+def _enabled(precision: str) -> Mapping[str, Any]:
+    """Rules of a section that switches a precision on."""
+    scaler = dict.fromkeys(("loss_scale", "initial_scale_power"), _by_hand(_SCALER))
+    return {"enabled": _trainer("precision", precision), **scaler}
 
 
 def _by_hand(text: str) -> Rule:
@@ -158,7 +155,7 @@ def _checkpoint_kind(given: Any, found: Arguments) -> None:
 
 
 _SCALER = "loss scale {}: HybridPrecision('16-mixed', scaler=torch.amp.GradScaler(...))"
-_BATCH = "batch size {}: that of the DataLoader, for each replica"
+_BATCH = "batch size {}: set it on the DataLoader; it is for one replica"
 _GRADIENTS = {
     "gradient_clipping": _trainer("gradient_clip_val"),
     "gradient_accumulation_steps": _trainer("accumulate_grad_batches"),
@@ -171,9 +168,9 @@ _DEEPSPEED: dict[str, Any] = {
         "offload_param": _moved("parameters"),
         "zero_hpz_partition_size": _strategy("shard_size"),
     },
-    "bf16": _enabled("precision", "bf16-mixed"),
-    "bfloat16": _enabled("precision", "bf16-mixed"),
-    "fp16": _enabled("precision", "16-mixed"),
+    "bf16": _enabled("bf16-mixed"),
+    "bfloat16": _enabled("bf16-mixed"),
+    "fp16": _enabled("16-mixed"),
     "activation_checkpointing": _strategy("recompute", "full"),
     "tensor_parallel": {"autotp_size": _strategy("tensor_parallel_size")},
     "sequence_parallel_size": _strategy("context_parallel_size"),

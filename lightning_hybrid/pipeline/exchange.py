@@ -110,9 +110,10 @@ class StepResultExchange:
         measured = self._measured, self._weighting.keys
         batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs, *measured)
         for key, entry in keyed(self._entries):
-            if entry.value is None or is_extreme(entry.value, graphs[0]):
-                continue
-            if batch.is_mean(entry.value):  # such as one over equal counts
+            value = entry.value
+            if (
+                value is not None and not is_extreme(value, graphs[0]) and batch.is_mean(value)
+            ):  # over equal counts, say
                 self._nearest.pop(key, None)
         self._metrics.finish_all(batch)
         self._combined_keys |= batch.guessed

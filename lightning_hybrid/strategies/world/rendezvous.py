@@ -87,12 +87,12 @@ class Rendezvous:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The collectives that this rank has gone on to, of all runs and of training."""
+        """The collectives that this rank has gone on to, and those that all replicas go on to."""
         return self._passed, self._passed_by_all
 
-    def catch_up(self, passed: int, trained: int) -> None:
+    def catch_up(self, passed: int, passed_by_all: int) -> None:
         """Record the progress that is furthest on any rank: some were stopped earlier than others."""
-        self._passed, self._passed_by_all = passed, trained
+        self._passed, self._passed_by_all = passed, passed_by_all
 
     def meet(self, what: str, ranks: Sequence[int] | None = None, *, compares: bool = True, asks: bool = True) -> None:
         """Wait until ranks (None: all) are here, to make the call ``what``, or one has failed.

@@ -17,8 +17,8 @@ import lightning
 import torch
 
 _OWN = str(Path(__file__).resolve().parents[2])
-# "<string>" has the methods that dataclasses write.
 _LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames
+# "<string>" has the methods that dataclasses write.
 _LIBRARIES = ("<string>", _OWN, *lightning.__path__, *torch.__path__)
 
 
