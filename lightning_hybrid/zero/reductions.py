@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lightning_hybrid.host_copies import HostReads
 from lightning_hybrid.zero.group import ParameterGroup
 
 
@@ -78,3 +79,12 @@ class Reductions:
             self._launch(group)
         self._queue = []
         self._in_flight.clear()
+
+
+def finish_reductions(groups: Sequence[ParameterGroup]) -> None:
+    """Wait for the averages of groups; the host reads once which parameters have one."""
+    reads = HostReads()
+    for group in reversed(groups):
+        group.complete_reduce(reads)
+    for group in reversed(groups):
+        group.finish_reduce()
