@@ -289,6 +289,8 @@ class ZeroSharding(Active):
                 group.show_accumulated()
         if is_last or self._by_layer:
             self._reductions.begin(list(reversed(self._groups.get(stage, []))))
+        if self._rounds is not None and self._by_layer:
+            self._rounds.begin_backward()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._reductions.add(self._group_of[id(parameter)], parameter)

@@ -26,6 +26,7 @@ class GroupWrites:
         """Of the sharded parameters."""
         return self._parameters.keys()
 
+    @below_read_guards
     def begin(self) -> None:
         """Find what is written from now on."""
         self._aliases.clear()
