@@ -53,21 +53,19 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         data_parallel_size: Replicas, each with its own batches; "auto" takes all remaining ranks.
         tensor_parallel_size: Ranks that share each layer. How to split a layer is worked out at the start; a split is
             used only after a numerical check. For this and the sizes below "auto" means 1, except when (a)
-            ``objective`` or ``max_memory`` is set, or (b) you set no layout and the model's states would fill more
-            than half a device. Then the planner chooses, before the ranks meet: these sizes, ``zero_stage``,
-            recomputation and whatever else is "auto".
+            ``objective`` or ``max_memory`` is set, or (b) you set no layout and the model's states would fill more than
+            half a device. Then the planner chooses whatever is "auto": these sizes, ``zero_stage``, recomputation.
         pipeline_parallel_size: Ranks that the layers are divided over, as pipeline stages.
         context_parallel_size: Ranks that share the positions of each sequence, from the first operation of a layer to
             its last. Each of them may be several tensor ranks.
-        expert_parallel_size: Ranks that share the experts of a layer, and exchange the rows of their tokens: context
-            ranks first, then replicas.
+        expert_parallel_size: Ranks that share a layer's experts and exchange token rows: context ranks, then replicas.
         expert_chunks: Chunks in which the experts of a rank run; the rows of one are sent while another is computed.
         sequence_parallel: Shards the sequence over the tensor ranks between sharded regions; with context ranks, each
             one's own positions. "auto" is False unless planned.
         num_microbatches: Microbatches of each replica's batch. "auto" is 1 without stages, and at most four times the
             number of stages with them.
-        microbatch: "auto" finds the largest microbatch that fits. A training step in which a rank runs out of memory
-            is run again with twice as many microbatches, from ``num_microbatches`` on.
+        microbatch: "auto" finds the largest microbatch that fits. A training step in which a rank runs out of memory is
+            run again with twice as many microbatches, from ``num_microbatches`` on.
         schedule: Order of forwards and backwards in the pipeline: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b",
             "zero_bubble", "zero_bubble_v", "dualpipe_v" or "zero_bubble_searched". "auto" is "1f1b" unless planned.
         stages_per_rank: Stages that each pipeline rank holds. More than one makes 1F1B interleaved; "zero_bubble_v" and
@@ -84,11 +82,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         reshard_after_forward: When sharded parameters are gathered, as in FSDP2. True gathers each layer's for its
             forward and again for its backward, and reduces its gradients then, for each microbatch; False gathers and
             reduces all once per step. None is True; "auto" is False where enough memory is free.
-        offload: What is kept off the device between uses: "cpu" for all that replicas shard, and the optimizer's
-            states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of any of
-            "parameters", "gradients" and "optimizer_states" to these. None, and "auto" unless planned, is nothing.
-        optimizer_in_backward: Steps each layer's parameters in the backward, once their gradients are averaged, and
-            frees these.
+        offload: What is kept off the device between uses: "cpu" for all that replicas shard, and the optimizer's states
+            in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of any of "parameters",
+            "gradients" and "optimizer_states" to these. None, and "auto" unless planned, is nothing.
+        optimizer_in_backward: Steps a layer within the backward, once its gradients are averaged, and frees these.
         recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
             every n-th; names with wildcards, or classes; "selective" for all, which save the results of expensive
             operations, or the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names
@@ -96,8 +93,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             rank may use in total; the least recomputation under it is chosen once the optimizer has stepped twice.
             None, and "auto" unless planned, is no layer.
         chunked_loss: Computes a cross entropy over the vocabulary in chunks of positions, without the logits of the
-            full batch: True for chunks of 256 to 512 positions (on GPUs 1,024 to 2,048), by the width, or the number
-            of chunks. "auto" is False unless planned.
+            full batch: True for chunks of 256 to 512 positions (on GPUs 1,024 to 2,048), by the width, or the number of
+            chunks. "auto" is False unless planned.
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.
