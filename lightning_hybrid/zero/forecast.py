@@ -40,6 +40,11 @@ class Forecast:
         in_backward = torch._C._current_graph_task_id() != -1
         self._gathers += [(position, in_backward) for position in positions]
 
+    @property
+    def called(self) -> list[int]:
+        """The groups that this rank has gathered in the forward, in the order of their first calls."""
+        return list(dict.fromkeys(position for position, in_backward in self._gathers if not in_backward))
+
     def following(self) -> list[int]:
         """The gathers that come next, of the same forward or backward; none are foreseen in a part that is new."""
         before, is_repeated = self._parts.get(self._key, ([], False))

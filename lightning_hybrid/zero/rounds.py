@@ -64,6 +64,7 @@ class GatherRounds:
         gathers = {mesh.group(axis): mesh.dedicated_group(axis, "gathers") for axis in axes}
         self._groups, self._reductions, self.forecast = list(groups), reductions, Forecast()
         self._agreed: deque[int] = deque()  # to launch before the next round, by position of the group
+        self._called: list[int] = []  # in the latest forward
         self._early: set[int] = set()  # launched before they were requested
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
         self._positions = {id(group): position for position, group in enumerate(self._groups)}
@@ -90,6 +91,11 @@ class GatherRounds:
             self._launch_agreed(self._early)
         for group in requested:
             group.gather()
+
+    def begin_backward(self) -> None:
+        """Let reductions of gradients follow the layers that ranks have called."""
+        self._called = self.forecast.called or self._called  # of a schedule, a backward may follow another one
+        self._reductions.follow([self._groups[position] for position in self._called])
 
     def _following(self, prefetched: Sequence[ParameterGroup]) -> list[int]:
         """The gathers that this rank expects to come next."""
@@ -127,7 +133,8 @@ class GatherRounds:
     def _run_round(self, requested: Sequence[int], following: Sequence[int]) -> bool:
         """Run one round; returns whether all ranks are done."""
         self._unneeded[:] = [pair for pair in self._unneeded if not pair[0].is_completed()]
-        row = [*requested, *[_NONE] * (_SLOTS - len(requested)), self._reductions.num_launched]
+        row = [*requested, *[_NONE] * (_SLOTS - len(requested))]
+        row += [self._reductions.num_launched, self._reductions.num_foreseen]
         sent = torch.tensor([*row, *following, *[_NONE] * (Forecast.MOST - len(following))])
         rows = torch.stack(list(start_all_gather(sent, self._headers)()))
         self._reductions.receive(int(rows[:, _SLOTS].min()))
@@ -136,7 +143,8 @@ class GatherRounds:
         for position in rows[:, :_SLOTS].unique().tolist():  # sorted
             if position >= 0:
                 self._groups[position].join_gather(self._unneeded, is_needed=position in requested)
-        announced = rows[:, _SLOTS + 1 :]
+        self._reductions.allow(int(rows[:, _SLOTS + 1].min()))
+        announced = rows[:, _SLOTS + 2 :]
         is_agreed = (announced == announced[0]).all(0) & (announced[0] != _NONE)
         self._agreed.extend(following[: int(is_agreed.cumprod(0).sum())])
         return False
