@@ -33,9 +33,9 @@ from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.sequence.forward import FullSequence, ShardedSequence
+from lightning_hybrid.sequence.forward import FULL_SEQUENCE, FullSequence, ShardedSequence
 from lightning_hybrid.sequence.mode import RingAttentionMode
-from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.tensors import full_shape, materialize_call
 from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.tensor.collectives import (
@@ -52,9 +52,10 @@ from lightning_hybrid.tensor.plan import FULL_POSITIONS, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankDraws, sharded_over
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
 from lightning_hybrid.tensor.runtime.mode import RegionMode
-from lightning_hybrid.tensor.runtime.swaps import find_slots, put_attributes, put_forwards, put_tensors
+from lightning_hybrid.tensor.runtime.swaps import Swaps, find_attributes, find_slots, put_forwards, put_tensors
 
 Tensors = Mapping[str, Tensor]
+_NOTHING = contextlib.nullcontext()
 
 
 def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
@@ -119,6 +120,7 @@ class ShardedUnit:
         self._sharded_modules = [(fqn, self._modules[fqn]) for fqn in plan.roles]
         self._forward = unit.forward
         self._slots = find_slots(self._modules, plan.placements)
+        self._attributes = find_attributes(self._modules, plan.attributes)
         self._own = {fqn: (*slots[0], slots[0][0][slots[0][1]]) for fqn, slots in self._slots.items()}
         self._bind_draws(around_draw, around_local_draw)
         self._fallback: Callable[..., Any] = self._run_full
@@ -203,41 +205,42 @@ class ShardedUnit:
         return f"set {' and '.join(changes)}{also}"
 
     def _run_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        linears, sequence = self._linears, FullSequence()
+        linears, sequence = self._linears, FULL_SEQUENCE
+        leaves, plain = flatten_call(args, kwargs)
         if self._plan.by:
             sequence = ShardedSequence.of_call(
-                self._positions, self._ranks, self._context, args, kwargs, learning=self.learning
+                self._positions, self._ranks, self._context, leaves, learning=self.learning
             )
             if not sequence.is_sharded and self._plan.by != "tensor":
                 return self._fallback(*args, **kwargs)
             linears.work_on(sequence)
             self.num_sharded_sequences += sequence.is_sharded
             self.last_sequence = sequence if self.learning and isinstance(sequence, ShardedSequence) else None
-        args, kwargs = sequence.begin(args, kwargs)
-        with contextlib.ExitStack() as undo:
-            self._put_tensors(undo)
-            is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
-            compiled = None if is_watched or sequence.is_sharded or self._path is not None else self._compiled
-            forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
-            for fqn, module in self._sharded_modules:
-                if "forward" in module.__dict__:
-                    _check_forward(fqn, module)
-            put_attributes(self._modules, self._plan.attributes, undo)
-            put_forwards(self._modules, forwards, undo)
-            if is_watched or sequence.is_sharded:
-                self._enter_modes(undo, sequence, flatten_call(args, kwargs)[0], is_watched=is_watched)
-            if self._path is not None:
-                undo.enter_context(self._path)
-            output = forward(*args, **kwargs)
+        if (local := sequence.begin(leaves)) is not leaves:
+            args, kwargs = rebuild_call(local, args, kwargs, plain)
+        is_watched = self.learning or self._plan.watched or self._has_new_gradients(local)
+        has_modes = is_watched or sequence.is_sharded
+        compiled = None if has_modes or self._path is not None else self._compiled
+        forwards = linears.forwards if has_modes else linears.direct
+        forward, forwards = compiled or (forwards.get("", self._forward), forwards)
+        for fqn, module in self._sharded_modules:
+            if "forward" in module.__dict__:
+                _check_forward(fqn, module)
+        with Swaps() as swaps:
+            self._put_tensors(swaps)
+            for entry in self._attributes:
+                swaps.put(*entry)
+            put_forwards(self._modules, forwards, swaps)
+            modes = self._modes(sequence, local, is_watched=is_watched) if has_modes else _NOTHING
+            with modes, self._path or _NOTHING:
+                output = forward(*args, **kwargs)
         if self.vocabularies:
             self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
         output = self._gathered_output(output) if self._plan.outputs else output
         return sequence.end(output, keep_sharded=self.keeps_sharded)
 
-    def _enter_modes(
-        self, undo: contextlib.ExitStack, sequence: FullSequence, leaves: list[Any], *, is_watched: bool
-    ) -> None:
-        """Enters the function modes of the present forward, whose arguments are the leaves."""
+    def _modes(self, sequence: FullSequence, leaves: list[Any], *, is_watched: bool) -> contextlib.ExitStack:
+        """The function modes of the present forward, entered, whose arguments are the leaves."""
         rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
         mode = None
         if is_watched:
@@ -253,9 +256,11 @@ class ShardedUnit:
                 around_draw=self._around_draw,
                 positions=sequence.lengths,
             )
+        undo = contextlib.ExitStack()
         self._linears.enter_modes(undo, mode, RingAttentionMode.of(sequence, rules, learning=self.learning))
         if sequence.is_sharded and self._unit.training:
             undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
+        return undo
 
     @property
     def has_local_positions(self) -> bool:
@@ -275,7 +280,7 @@ class ShardedUnit:
                 leaves[index] = gather(leaves[index], dim, self._all if size == self._all.size else self._ranks)
         return unflatten(leaves, spec)
 
-    def _put_tensors(self, undo: contextlib.ExitStack) -> None:
+    def _put_tensors(self, swaps: Swaps) -> None:
         """Replaces parameters and buffers by local ones."""
         provided = {} if self._tensors is None else self._tensors()
         plan = self._plan
@@ -304,7 +309,7 @@ class ShardedUnit:
         for fqn, vocabulary in self.vocabularies.items():
             if present[fqn] is not None:
                 local[fqn] = represent(present[fqn], plan.vocabulary[fqn], vocabulary)
-        put_tensors(self._slots, local, undo)
+        put_tensors(self._slots, local, swaps)
 
     @property
     def _present_positions(self) -> PositionsPlan:
@@ -344,15 +349,13 @@ class ShardedUnit:
             self._region_inputs.remember(tensor)
             local[fqn] = tensor
 
-    def _has_new_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _has_new_gradients(self, leaves: list[Any]) -> bool:
         """Whether an input needs a gradient that needed none when the plan was proved without a region mode."""
         if not torch.is_grad_enabled():
             return False
-        leaves, _ = flatten_call(args, kwargs)
-        grad_inputs = self._plan.grad_inputs
-        return any(
-            isinstance(leaf, Tensor) and leaf.requires_grad and k not in grad_inputs for k, leaf in enumerate(leaves)
-        )
+        known = self._plan.grad_inputs
+        indices = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return not known.issuperset(indices)
 
 
 def unit_on_trial(unit: nn.Module, plan: UnitPlan, ranks: Ranks, context: Ranks, local: Tensors) -> ShardedUnit:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_hybrid.tensor.collectives import Arriving, Ranks
-from lightning_hybrid.tensor.runtime.columns import Product
 from lightning_hybrid.tensor.runtime.linears import RegionInputs
+from lightning_hybrid.tensor.runtime.products import Product
 
 
 class Doubling(Ranks):
@@ -45,7 +45,7 @@ def gradients(overlaps, *, readers=3, dtype=torch.float64, bias=True, transposed
     x = torch.randn(2, 5, 6, dtype=dtype, requires_grad=True)
     above = x * 2
     with inputs, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        outs = [inputs.multiply(product, above, ranks) for product in each[:readers]]
+        outs = [inputs.multiply(product, ranks, above) for product in each[:readers]]
     sum(out.float().sin().sum() for k, out in enumerate(outs) if k not in unused).backward()
     parameters = [p for module in modules[:readers] for p in module.parameters()]
     return [x.grad, *(p.grad for p in parameters)], ranks.done
@@ -83,7 +83,7 @@ def test_gradients_can_be_differentiated():
         ranks.overlaps = overlaps
         inputs = RegionInputs(ranks, ranks, gathers=False)
         with inputs:
-            out = inputs.multiply(product, x, ranks)
+            out = inputs.multiply(product, ranks, x)
         [gradient] = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
         return torch.autograd.grad(gradient.square().sum(), (x, weight))
 
