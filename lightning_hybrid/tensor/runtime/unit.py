@@ -122,6 +122,7 @@ class ShardedUnit:
         self._slots = find_slots(self._modules, plan.placements)
         self._attributes = find_attributes(self._modules, plan.attributes)
         self._own = {fqn: (*slots[0], slots[0][0][slots[0][1]]) for fqn, slots in self._slots.items()}
+        self._sums = {False: self._sums_of(FULL_POSITIONS), True: self._sums_of(self._positions)}
         self._bind_draws(around_draw, around_local_draw)
         self._fallback: Callable[..., Any] = self._run_full
         if (full := plan.full_sequence_plan) is not None:
@@ -231,8 +232,10 @@ class ShardedUnit:
             for entry in self._attributes:
                 swaps.put(*entry)
             put_forwards(self._modules, forwards, swaps)
-            modes = self._modes(sequence, local, is_watched=is_watched) if has_modes else _NOTHING
-            with modes, self._path or _NOTHING:
+            if has_modes or self._path is not None:
+                with self._modes(sequence, local, is_watched=is_watched):
+                    output = forward(*args, **kwargs)
+            else:
                 output = forward(*args, **kwargs)
         if self.vocabularies:
             self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
@@ -242,7 +245,7 @@ class ShardedUnit:
     def _modes(self, sequence: FullSequence, leaves: list[Any], *, is_watched: bool) -> contextlib.ExitStack:
         """The function modes of the present forward, entered, whose arguments are the leaves."""
         rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
-        mode = None
+        undo, mode = contextlib.ExitStack(), None
         if is_watched:
             names, cut_ids = self._names_and_cuts()
             mode = self.last_region_mode = RegionMode(
@@ -256,10 +259,10 @@ class ShardedUnit:
                 around_draw=self._around_draw,
                 positions=sequence.lengths,
             )
-        undo = contextlib.ExitStack()
         self._linears.enter_modes(undo, mode, RingAttentionMode.of(sequence, rules, learning=self.learning))
         if sequence.is_sharded and self._unit.training:
             undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
+        undo.enter_context(self._path or _NOTHING)
         return undo
 
     @property
@@ -287,21 +290,13 @@ class ShardedUnit:
         positions = self._present_positions
         local: dict[str, Tensor] = {}  # those that the modules do not hold yet
         for fqn, (members, name, original) in self._own.items():
-            if fqn in provided:
+            if provided and fqn in provided:
                 local[fqn] = provided[fqn]
             elif (tensor := members[name]) is not original and tensor is not None:
                 local[fqn] = _local_substitute(fqn, tensor, original, plan.placements[fqn], self._ranks)
         if torch.is_grad_enabled():
-            inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
-            pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
-            over_tensor = [(fqn, None) for fqn in positions.summed_over_tensor]
-            over_context = [(fqn, None) for fqn in positions.summed_over_context]
-            if not positions.by or self._all is self._ranks:
-                self._sum_gradients(local, [*inside, *pieces, *over_tensor], self._ranks)
-            else:  # context ranks have other features in a region, or other positions
-                self._sum_gradients(local, inside, self._all)
-                self._sum_gradients(local, [*pieces, *over_tensor], self._ranks)
-            self._sum_gradients(local, over_context, self._context)
+            for wanted, ranks in self._sums[positions is self._positions]:
+                self._sum_gradients(local, wanted, ranks)
         present = {fqn: self._present(fqn, local) for fqn in (*positions.parameter_shards, *self.vocabularies)}
         for fqn, placement in positions.parameter_shards.items():
             local[fqn] = shard_tensor(present[fqn], placement, self._context.rank, self._context.size)
@@ -310,6 +305,18 @@ class ShardedUnit:
             if present[fqn] is not None:
                 local[fqn] = represent(present[fqn], plan.vocabulary[fqn], vocabulary)
         put_tensors(self._slots, local, swaps)
+
+    def _sums_of(self, positions: PositionsPlan) -> list[tuple[list[tuple[str, Placement | None]], Ranks]]:
+        """Parameters whose gradients ranks sum, with the placement of a shard that several have, and these ranks."""
+        plan = self._plan
+        inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
+        pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
+        tensor = [*pieces, *((fqn, None) for fqn in positions.summed_over_tensor)]
+        sums = [([*inside, *tensor], self._ranks)]
+        if positions.by and self._all is not self._ranks:  # context ranks have other features there, or other positions
+            sums = [(inside, self._all), (tensor, self._ranks)]
+        sums.append(([(fqn, None) for fqn in positions.summed_over_context], self._context))
+        return [(wanted, ranks) for wanted, ranks in sums if wanted and ranks.size > 1]
 
     @property
     def _present_positions(self) -> PositionsPlan:
@@ -336,8 +343,6 @@ class ShardedUnit:
         self, local: dict[str, Tensor], wanted: Sequence[tuple[str, Placement | None]], ranks: Ranks
     ) -> None:
         """Sums the gradients of these parameters over the ranks; of a repeated shard, over the ranks that hold it."""
-        if not wanted or ranks.size == 1:
-            return
         # Equal on all ranks, since requires_grad is: the sum is a collective.
         present = {fqn: self._present(fqn, local) for fqn, _ in wanted if fqn in self._own}
         summed = [(fqn, placement) for fqn, placement in wanted if getattr(present.get(fqn), "requires_grad", False)]
