@@ -136,7 +136,7 @@ class ParallelLinears:
         self.forwards = self._put_in_place(self.forwards)
 
     def _put_in_place(self, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        """The forwards as replacements of those of their modules."""
+        """The forwards, as replacements on their modules."""
         return {
             fqn: Replacement(module := self._modules[fqn], "forward", run, module.forward, reason="parallel linears")
             for fqn, run in forwards.items()

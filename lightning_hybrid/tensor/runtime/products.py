@@ -87,7 +87,7 @@ class Product:
 
 
 def add_bias(total: Tensor, bias: Tensor | None) -> Tensor:
-    """Adds a bias, if there is one, that broadcasts to a sum over ranks, in place."""
+    """Adds a bias, if there is one, in place to a sum over ranks, of any shape that it broadcasts to."""
     return total if bias is None else total.add_(bias if bias.dtype is total.dtype else bias.to(total.dtype))
 
 
@@ -96,7 +96,7 @@ class _EnterByProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
-        """Of shapes ``(..., in features)``, that of the module and (out,)."""
+        """Of shapes ``(..., in features)``, (out, in) as the module has it, and (out,)."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.product, ctx.ranks, ctx.bias_dtype = product, ranks, None if bias is None else bias.dtype
@@ -121,7 +121,7 @@ class _EnterByProduct(torch.autograd.Function):
 class _LeaveByProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, ranks: Ranks) -> Tensor:
-        """Of shapes ``(..., in features)``, that of the module and (out,)."""
+        """Of shapes ``(..., in features)``, (out, in) as the module has it, and (out,)."""
         ctx.save_for_backward(x, weight)
         ctx.product, ctx.ranks, ctx.bias_dtype = product, ranks, None if bias is None else bias.dtype
         total = _torch_linear(x, product.of_columns(weight)).contiguous()
