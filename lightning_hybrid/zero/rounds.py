@@ -8,7 +8,9 @@ the order of the layers. A rank whose backward is over goes on to join rounds un
 Where two steps before made the same gathers, a rank announces in a round those that will follow, and all ranks agree on
 what all of them announce. An agreed gather needs no round: each rank launches it when it comes to it, or, with all that
 are left, before its next round, and drops what it does not need. So between two rounds all ranks launch the same
-gathers in the same order, and all launch them before they wait in a round.
+gathers in the same order, and all launch them before they wait in a round. Where all ranks foresee that more will
+follow, they agree on that as well: each runs the next round when it comes to the last agreed gather, so that what comes
+after it arrives while that layer computes.
 
 [Note: few are agreed] A rank that needs another layer waits until the others have passed all that is agreed, so these
 must not wait for it: not for sums of gradients, whose launch only a round shows, and which a backward must not collect;
@@ -65,6 +67,7 @@ class GatherRounds:
         self._groups, self._reductions, self.forecast = list(groups), reductions, Forecast()
         self._agreed: deque[int] = deque()  # to launch before the next round, by position of the group
         self._called: list[int] = []  # in the latest forward
+        self._last_agreed = _NONE  # where the next round is run, if all ranks foresee what follows
         self._early: set[int] = set()  # launched before they were requested
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
         self._positions = {id(group): position for position, group in enumerate(self._groups)}
@@ -86,6 +89,9 @@ class GatherRounds:
         while missing:
             row, missing = missing[:_SLOTS], missing[_SLOTS:]
             self._run_round(row, [] if missing else self._following(prefetched))
+        if self._last_agreed in wanted and not self._agreed:
+            self._early.update(foreseen := self.forecast.following()[:1])
+            self._run_round(foreseen, self.forecast.following(1))
         while self._agreed and len(self._early) < len(requested) and not self._groups[self._agreed[0]].is_full:
             self._early.add(self._agreed[0])
             self._launch_agreed(self._early)
@@ -120,6 +126,7 @@ class GatherRounds:
             while self._agreed:
                 self._groups[self._agreed.popleft()].join_gather(self._unneeded, is_needed=False)
         self._early.clear()
+        self._last_agreed = _NONE
 
     @below_read_guards
     def _launch_agreed(self, needed: Iterable[int]) -> None:
@@ -135,9 +142,10 @@ class GatherRounds:
         self._unneeded[:] = [pair for pair in self._unneeded if not pair[0].is_completed()]
         row = [*requested, *[_NONE] * (_SLOTS - len(requested))]
         row += [self._reductions.num_launched, self._reductions.num_foreseen]
-        sent = torch.tensor([*row, *following, *[_NONE] * (Forecast.MOST - len(following))])
+        sent = torch.tensor([*row, *following, *[_NONE] * (Forecast.MOST + 1 - len(following))])
         rows = torch.stack(list(start_all_gather(sent, self._headers)()))
         self._reductions.receive(int(rows[:, _SLOTS].min()))
+        self._last_agreed = _NONE
         if bool((rows[:, 0] == _DONE).all()):
             return True
         for position in rows[:, :_SLOTS].unique().tolist():  # sorted
@@ -146,7 +154,10 @@ class GatherRounds:
         self._reductions.allow(int(rows[:, _SLOTS + 1].min()))
         announced = rows[:, _SLOTS + 2 :]
         is_agreed = (announced == announced[0]).all(0) & (announced[0] != _NONE)
-        self._agreed.extend(following[: int(is_agreed.cumprod(0).sum())])
+        agreed = following[: int(is_agreed.cumprod(0).sum())]
+        self._agreed.extend(position for position in agreed if position != Forecast.MORE)
+        if Forecast.MORE in agreed:
+            self._last_agreed = agreed[-2]
         return False
 
 
