@@ -38,6 +38,7 @@ from lightning_hybrid.strategies.options.auto_sizes import (
     plan_options,
 )
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.start.before_ranks import check_call
 from lightning_hybrid.strategies.world.failures import check_connections
 from lightning_hybrid.strategies.world.interface import name_interface
 from lightning_hybrid.strategies.world.launchers import ForkedRanksLauncher, ScriptLauncher
@@ -234,7 +235,13 @@ class RankedStrategy(ParallelStrategy):
         if self.options.start_method != "popen":
             self._launcher = ForkedRanksLauncher(self, start_method=self.options.start_method)
         elif not self._is_one_process and not self._environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(self._environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(self, self._environment)
+
+    def check_before_ranks(self, function: Any, *args: Any, **kwargs: Any) -> None:
+        """Check sizes, and the method of the Trainer that ranks are about to be started for."""
+        if not self.options.asks_for_plan:
+            self._resolve_layout()
+        check_call(self.options, function, *args, **kwargs)
 
     def set_world_ranks(self) -> None:
         """Set this rank in an environment that has no ranks of its own; the Trainer calls this when it is made.
