@@ -120,9 +120,11 @@ def describe_parameters(setting: Setting, graph: StepGraph | None) -> str:
     for parameter in setting.module.parameters():
         numbers[parameter.requires_grad] += math.prod(full_shape(parameter))
     line = f"parameters: {numbers[True]:,} trained, {numbers[False]:,} frozen"
-    used = None if graph is None else graph.parameter_bytes
+    if graph is None:
+        return line
+    used = {name for node in graph.nodes for name in node.parameters}
     trained = [name for name, parameter in setting.module.named_parameters() if parameter.requires_grad]
-    unused = [] if used is None else [name for name in trained if name not in used]
+    unused = [name for name in trained if name not in used]
     return line + (f"; not used by the step: {spanned_names(unused)}" if unused else "")
 
 
