@@ -6,7 +6,6 @@ jsonargparse checks a config by the strategy's signature, before the strategy is
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 import sys
 from typing import Any
@@ -43,9 +42,10 @@ def hint(message: str) -> str:
             f" lightning_hybrid.Hybrid3DStrategy --trainer.strategy.{key} {value}"
         )
     if "Hybrid3DStrategy" in message and (unknown := _UNKNOWN.search(message)):
-        own = importlib.import_module("lightning_hybrid.strategies.hybrid3d").OPTION_DEFAULTS
+        from lightning_hybrid.strategies.options.options import Options  # late: it imports torch
+
         try:
-            refuse_foreign({unknown[1]: "..."}, own)
+            refuse_foreign({unknown[1]: "..."}, Options.names())
         except (TypeError, ValueError) as error:
             return f"\n{error}"
     return ""

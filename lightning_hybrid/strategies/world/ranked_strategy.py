@@ -38,7 +38,7 @@ from lightning_hybrid.strategies.options.auto_sizes import (
     plan_options,
 )
 from lightning_hybrid.strategies.options.options import Options
-from lightning_hybrid.strategies.start.before_ranks import check_call
+from lightning_hybrid.strategies.world.before_ranks import check_call
 from lightning_hybrid.strategies.world.failures import check_connections
 from lightning_hybrid.strategies.world.interface import name_interface
 from lightning_hybrid.strategies.world.launchers import ForkedRanksLauncher, ScriptLauncher
