@@ -44,6 +44,7 @@ from lightning_hybrid.strategies.world.interface import name_interface
 from lightning_hybrid.strategies.world.launchers import ForkedRanksLauncher, ScriptLauncher
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
+from lightning_hybrid.strategies.world.traces import shorten
 
 if TYPE_CHECKING:
     from lightning_hybrid.predict.plans import Plan
@@ -239,9 +240,13 @@ class RankedStrategy(ParallelStrategy):
 
     def check_before_ranks(self, function: Any, *args: Any, **kwargs: Any) -> None:
         """Check sizes, and the method of the Trainer that ranks are about to be started for."""
-        if not self.options.asks_for_plan:
-            self._resolve_layout()
-        check_call(self.options, function, *args, **kwargs)
+        try:
+            if not self.options.asks_for_plan:
+                self._resolve_layout()
+            check_call(self.options, function, *args, **kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
 
     def set_world_ranks(self) -> None:
         """Set this rank in an environment that has no ranks of its own; the Trainer calls this when it is made.
