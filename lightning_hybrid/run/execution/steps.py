@@ -27,6 +27,7 @@ from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.counts import bytes_saved_behind
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.logs.reduction import (
+    Shared,
     begin_logs,
     drop_calls,
     flush_logger_calls,
@@ -329,10 +330,11 @@ class StepExecution(OwnedByRun):
     def _log(self, call: Call, result: StepResult) -> None:
         """Log once what the microbatches of a step have logged."""
         module, mesh = self.setting.module, self.setting.world.mesh
+        shared = Shared(result.digest, ("cp", "tp") if self.run.is_pipelined else ("pp", "cp", "tp"))
         if call.trains:
-            log_for_all(module, result.logs, mesh, skipped=not call.is_manual and result.loss is None)
+            log_for_all(module, result.logs, mesh, shared, skipped=not call.is_manual and result.loss is None)
         else:
-            log_for_replica(module, result.logs, mesh)
+            log_for_replica(module, result.logs, mesh, shared)
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """Run an evaluation or prediction step by a forward-only schedule; return the output for the batch."""
@@ -370,10 +372,10 @@ class StepExecution(OwnedByRun):
             output = getattr(module, name)(*args)
         logged = [(entry, entry.values[0]) for entry in logs.entries()]
         if name != "training_step":
-            log_for_replica(module, logged, mesh)
+            log_for_replica(module, logged, mesh, Shared())
             return output
         skipped = module.automatic_optimization and output is None
-        finish = begin_logs(module, logged, mesh, skipped=skipped)
+        finish = begin_logs(module, logged, mesh, Shared(), skipped=skipped)
         if module.automatic_optimization and not skipped and not setting.trainer.fit_loop._skip_backward:
             self._finish_logs = finish  # after the backward, which hides the reduction
         else:
