@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import RankOutOfMemory, StepError
 from lightning_hybrid.pipeline.logs import LogCapture
-from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff
+from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff, expect_seed
 from lightning_hybrid.pipeline.stages.training import ActionRecorder, Backwards, StepUndone
 from lightning_hybrid.run.build import OwnedByRun, RunOwner
 from lightning_hybrid.run.setting import Setting
@@ -406,7 +407,10 @@ class StepExecution(OwnedByRun):
         on_shards = guards.off if guards is not None and self.setting.is_manual else nullcontext
         with on_shards():
             self._before_plain_backward()
-        loss = plugin.pre_backward(loss, module)
+        divided, loss = loss, plugin.pre_backward(loss, module)
+        # Other code could scale the gradient: of a scaler, a hook on the loss, the module's own backward.
+        if loss is divided and not (args or kwargs or loss._backward_hooks or is_overridden("backward", module)):
+            expect_seed(divided)
         with on_shards():  # also the averages: a reducer that read full gradients would average those
             with self._synced_norms():  # layers that are recomputed take statistics once more
                 plugin.backward(loss, module, optimizer, *args, **kwargs)
