@@ -58,6 +58,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         pipeline_parallel_size: Ranks that share the layers.
         context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
             may be several tensor ranks.
+        spatial_parallel_size: Ranks that the rows of each image, volume and feature map are sharded over.
         expert_parallel_size: Ranks that the experts of a layer are sharded over, which exchange the rows of their
             tokens: context ranks first, then replicas.
         expert_chunks: Chunks in which the experts of a rank run: the rows of one are sent while another is computed.
@@ -148,6 +149,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         *,
         microbatch: Literal["auto"] | None = None,
         context_parallel_size: int | Literal["auto"] = "auto",
+        spatial_parallel_size: int = 1,
         expert_parallel_size: int | Literal["auto"] = "auto",
         expert_chunks: int = 1,
         max_microbatches_in_flight: int | None = None,

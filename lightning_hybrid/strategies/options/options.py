@@ -71,6 +71,7 @@ class Options:
     max_microbatches_in_flight: int | None = None
     microbatch: Literal["auto"] | None = None
     expert_chunks: int = 1
+    spatial_parallel_size: int = 1
     optimizer_in_backward: bool = False
     chunked_loss: bool | int = False
     save_distributed_checkpoint: bool = False
@@ -302,6 +303,8 @@ class Options:
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
         """The sizes of the layout; those left to the planner are 1 unless it has set them."""
         sizes = {n: 1 if size == "auto" and n != "data_parallel_size" else size for n, size in self.sizes.items()}
+        if self.spatial_parallel_size > 1:  # ranks with the same samples, as those of sequences
+            sizes["context_parallel_size"] = self.spatial_parallel_size
         shard: int | Literal["all"] = 1
         if self.zero_stage:
             shard = "all" if self.shard_size is None else self.shard_size
