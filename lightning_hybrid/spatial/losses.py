@@ -45,23 +45,24 @@ def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {each.name: given.get(each.name, each.default_value) for each in arguments}
 
 
+def _operand(value: Any, x: VocabularyShard) -> Any:
+    """An argument beside this rank's rows of x; one without rows, or with one for all, as it is."""
+    has_rows = isinstance(value, Tensor) and value.dim() >= -x.from_right and value.shape[x.from_right] != 1
+    return local_rows(value, x.vocabulary, x.from_right) if has_rows else value
+
+
 def pixelwise(func: Any, args: Any, kwargs: Any) -> Any:
     """A loss of each pixel, or its sum or mean."""
     given = _named(func, args, kwargs)
     reduction = given["reduction"]
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    x = next(value for value in tensors if isinstance(value, VocabularyShard))
-    if any(value.shape != x.shape for value in tensors) or any(
-        isinstance(value, VocabularyShard) and not x.has_same_rows(value) for value in tensors
-    ):
+    x = given["self"]
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    if not isinstance(x, VocabularyShard) or x.shape != torch.broadcast_shapes(*(value.shape for value in tensors)):
         return NotImplemented
     if any(value.requires_grad for value in tensors if not isinstance(value, VocabularyShard)):
         return NotImplemented  # its gradient would be a shard
     given["reduction"] = 2 if reduction else 0
-    local = {
-        name: local_rows(value, x.vocabulary, x.from_right) if isinstance(value, Tensor) else value
-        for name, value in given.items()
-    }
+    local = {name: _operand(value, x) for name, value in given.items()}
     out = func(**local)
     if not reduction:
         return x.like(out)
@@ -75,10 +76,7 @@ def pixelwise_backward(func: Any, args: Any, kwargs: Any) -> Any:
     reduction, x = given["reduction"], given["self"]
     if not isinstance(x, VocabularyShard):
         return NotImplemented
-    local = {
-        name: local_rows(value, x.vocabulary, x.from_right) if isinstance(value, Tensor) and value.dim() else value
-        for name, value in given.items()
-    }
+    local = {name: _operand(value, x) for name, value in given.items()}
     if reduction == _MEAN:
         local["grad_output"], local["reduction"] = local["grad_output"] / x.numel(), 2
     return x.like(func(**local))
@@ -108,7 +106,7 @@ _LOSSES = (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cros
 RULES = {
     **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss2d_forward), nll),
     **dict.fromkeys((aten.nll_loss_backward, aten.nll_loss2d_backward), nll_backward),
-    **dict.fromkeys(_LOSSES, pixelwise),
+    **dict.fromkeys((*_LOSSES, aten.binary_cross_entropy_with_logits), pixelwise),
     **{getattr(aten, f"{loss.__name__}_backward"): pixelwise_backward for loss in _LOSSES},
     **dict.fromkeys((aten.bernoulli_, aten.normal_, aten.uniform_), draw),
     **dict.fromkeys((aten.rand_like, aten.randn_like), draw_like),

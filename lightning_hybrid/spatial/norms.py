@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
+from lightning_hybrid.logits.vocabulary import VocabularyShard
+from lightning_hybrid.spatial.rows import Rows
 from lightning_hybrid.spatial.windows import is_spatial, local_rows, summed
 
 aten = torch.ops.aten
@@ -21,13 +22,12 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _moments(x: Tensor, dims: list[int], rows: Vocabulary) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, dims: list[int], rows: Rows) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over ``dims``, which include the rows of all ranks."""
     variance, mean = torch.var_mean(_wide(x), dims, correction=0)
     found = torch.stack(rows.ranks.all_gather(torch.stack([mean, variance])))
     means, variances = found[:, 0], found[:, 1]
-    pieces = [rows.shard(0).ranges(rank, rows.ranks.size)[0][1] / rows.length for rank in range(rows.ranks.size)]
-    share = means.new_tensor(pieces).view(-1, *(1 for _ in range(mean.dim())))
+    share = means.new_tensor([count / rows.length for count in rows.counts]).view(-1, *(1 for _ in range(mean.dim())))
     mean = (means * share).sum(0)
     return mean, ((variances + (means - mean).square()) * share).sum(0)
 
@@ -143,6 +143,25 @@ def layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return None if found[0] is None else x.like(found[0]), *summed(x.vocabulary, found[1:])
 
 
+def var_mean(func: Any, args: Any, kwargs: Any) -> Any:
+    """Variance and mean over dims that include the rows."""
+    x, dims = args[0], args[1] if len(args) > 1 else None
+    dims = [dim % x.dim() for dim in dims] if dims else list(range(x.dim()))
+    if x.cut_dim not in dims:
+        return NotImplemented
+    mean, variance = _moments(x.local, dims, x.vocabulary)
+    count = 1
+    for dim in dims:
+        count *= x.shape[dim]
+    correction = kwargs.get("correction")
+    free = count - (1 if correction is None else correction)
+    variance = variance * (count / free if free > 0 else float("nan"))
+    found = [each.to(x.dtype) for each in (variance, mean)]
+    if kwargs.get("keepdim"):
+        found = [each.view([1 if dim in dims else size for dim, size in enumerate(x.shape)]) for each in found]
+    return tuple(found)
+
+
 RULES = {
     aten.native_batch_norm: batch_norm,
     aten.native_batch_norm_backward: batch_norm_backward,
@@ -150,4 +169,5 @@ RULES = {
     aten.native_group_norm_backward: group_norm_backward,
     aten.native_layer_norm: layer_norm,
     aten.native_layer_norm_backward: layer_norm_backward,
+    aten.var_mean: var_mean,
 }

@@ -3,6 +3,8 @@
     nearest     1 row                    padding by reflection, by the edge: 1 row
     bilinear    2 rows, weights by their distance
     bicubic     4 rows
+
+The weights are those of torch's own kernel, which runs once on the rows of an identity matrix.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
-from lightning_hybrid.spatial.rows import Interval, Needs, can_be_sharded, owned
+from lightning_hybrid.logits.vocabulary import VocabularyShard
+from lightning_hybrid.spatial.rows import Interval, Needs, Rows, can_be_sharded, owned
 from lightning_hybrid.spatial.windows import is_spatial, local_rows, rows_like
 
 aten = torch.ops.aten
@@ -76,13 +78,12 @@ class RowSums:
         assert total is not None
         return rows_like(x, total.to(x.dtype), len(self.sources))
 
-    def adjoint(self, grad: Tensor, rows: Vocabulary, from_right: int) -> Tensor | None:
-        """The gradient of the input's rows of this rank, from that of the result."""
+    def adjoint(self, grad: Tensor, rows: Rows, from_right: int) -> Tensor:
+        """The gradient of the input's rows of this rank, from that of a sharded result."""
         ranks = rows.ranks
         needs = self.needs(ranks.size)
-        if needs is None:
-            return None
-        local = local_rows(grad, Vocabulary(len(self.sources), ranks), from_right)
+        assert needs is not None
+        local = local_rows(grad, Rows(len(self.sources), ranks), from_right)
         dim = local.dim() + from_right
         first, last = needs.of_ranks[ranks.rank]
         shape = [last - first if k == dim else length for k, length in enumerate(local.shape)]
@@ -96,7 +97,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-# --- what a kernel does to rows, by the kernel itself -------------------------------------------------------------------
+# --- what a kernel does to rows, by the kernel itself -----------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
@@ -191,8 +192,8 @@ def upsample_backward(func: Any, args: Any, kwargs: Any) -> Any:
     sums = _row_sums(kernel, length, grad.dtype, grad.device)
     if sums.needs(grad.vocabulary.ranks.size) is None or not can_be_sharded(length, grad.vocabulary.ranks.size):
         return NotImplemented
-    rows = Vocabulary(length, grad.vocabulary.ranks)
-    changes = any(a != b for k, (a, b) in enumerate(zip(sizes, in_sizes[2:], strict=True)) if k - len(sizes) != from_right)
+    rows = Rows(length, grad.vocabulary.ranks)
+    changes = any(sizes[k] != in_sizes[k + 2] for k in range(len(sizes)) if k - len(sizes) != from_right)
 
     def others(local: Tensor) -> Tensor:
         if not changes:
@@ -203,10 +204,8 @@ def upsample_backward(func: Any, args: Any, kwargs: Any) -> Any:
         return found
 
     if sizes[from_right] > length:
-        found = sums.adjoint(grad, rows, from_right)
-        return rows_like(grad, others(found), length)
-    found = sums.adjoint(grad.like(others(grad.local)), rows, from_right)
-    return rows_like(grad, found, length)
+        return rows_like(grad, others(sums.adjoint(grad, rows, from_right)), length)
+    return rows_like(grad, sums.adjoint(grad.like(others(grad.local)), rows, from_right), length)
 
 
 # --- padding ----------------------------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ def pad_backward(func: Any, args: Any, kwargs: Any) -> Any:
     sums = _padding(func, x, before, after, length) if before or after else None
     if sums is not None and sums.needs(ranks.size) is None:
         return NotImplemented
-    rows = Vocabulary(length + before + after, ranks)
+    rows = Rows(length + before + after, ranks)
     local = local_rows(grad, rows, x.from_right)
     if any(others):
         shape = [local.shape[k] if k == x.cut_dim else size for k, size in enumerate(x.shape)]
@@ -274,12 +273,11 @@ def pad_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return x.like(sums.adjoint(type(x)(local, x.cut_dim, rows), x.vocabulary, x.from_right))
 
 
-_UPSAMPLES = [
-    getattr(aten, name)
-    for name in ("upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
-    + ("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d")
-    + ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
-]
+_UPSAMPLES = (
+    *(aten.upsample_nearest2d, aten.upsample_nearest3d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d),
+    *(aten.upsample_bilinear2d, aten.upsample_trilinear3d, aten.upsample_bicubic2d),
+    *(aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa),
+)
 _PADS = ("reflection_pad2d", "reflection_pad3d", "replication_pad2d", "replication_pad3d")
 
 RULES = {

@@ -1,32 +1,66 @@
-"""Rows that a rank needs of a sharded tensor beside its own: they come from their owners, and gradients go back.
+"""Rows of feature maps: which a rank owns, and which it needs beside them from their owners.
 
     rank 0   rows 0 1 2 3 | 4            needs row 4 for its last output
     rank 1           3 | 4 5 6 7         needs row 3 for its first one
+
+Exactly these rows are sent; gradients of them go back, and are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.logits.vocabulary import Vocabulary
+from lightning_hybrid.tensor.collectives import Ranks
 
 Interval = tuple[int, int]  # first row, and the one after the last; may reach beyond the tensor's edges
 
 
 def owned(length: int, rank: int, size: int) -> Interval:
-    """The rows of a rank; none where there are fewer rows than ranks."""
-    chunk = -(-length // size)
-    return min(rank * chunk, length), min((rank + 1) * chunk, length)
+    """The rows of a rank: their numbers differ by one at most, and halves of a tensor's rows are owned alike."""
+    return length * rank // size, length * (rank + 1) // size
 
 
 def can_be_sharded(length: int, size: int) -> bool:
     """Whether each rank gets a row."""
-    first, last = owned(length, size - 1, size)
-    return first < last
+    return length >= size
+
+
+class Rows(Vocabulary):
+    """The ranges of rows of a feature map, of nearly equal lengths.
+
+    Attributes:
+        length: The number of rows of the full map.
+        offset: The first row of this rank.
+        local_length: The number of rows of this rank.
+        ranks: The ranks that share it.
+        num_gathers: How often a full map was gathered on this rank.
+    """
+
+    def __init__(self, length: int, ranks: Ranks) -> None:
+        self.length, self.ranks, self.num_gathers = length, ranks, 0
+        first, last = owned(length, ranks.rank, ranks.size)
+        self.offset, self.local_length = first, last - first
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of rows of each rank."""
+        ends = [owned(self.length, rank, self.ranks.size) for rank in range(self.ranks.size)]
+        return [last - first for first, last in ends]
+
+    def joined(self, local: Tensor, dim: int) -> Tensor:
+        """All-gathers this rank's rows to the full map."""
+        most, counts = max(self.counts), self.counts
+        local = local.detach()
+        if self.local_length < most:
+            missing = local.narrow(dim, 0, 1).expand([most - 1 if k == dim else n for k, n in enumerate(local.shape)])
+            local = torch.cat([local, missing.narrow(dim, 0, most - self.local_length)], dim)
+        blocks = self.ranks.all_gather(local.contiguous())
+        return torch.cat([block.narrow(dim, 0, count) for block, count in zip(blocks, counts, strict=True)], dim)
 
 
 def _common(a: Interval, b: Interval) -> Interval:
@@ -112,7 +146,9 @@ class Needs:
 
     def _shape(self, local: Tensor, dim: int, rank: int, owner: int) -> torch.Size:
         count = self._spans(rank, owner)
-        return torch.Size(count if k == dim else length for k, length in enumerate(local.shape)) if count else torch.Size((0,))
+        if not count:
+            return torch.Size((0,))
+        return torch.Size(count if k == dim else length for k, length in enumerate(local.shape))
 
     def give_back(self, fetched: Tensor, dim: int, rows: Vocabulary) -> Tensor:
         """Returns for this rank's rows the sums of what all ranks have for them; the adjoint of ``fetch``."""
@@ -148,13 +184,3 @@ class Needs:
                 first, last = self._from(other, rank)
                 total.narrow(dim, first - own[0], last - first).add_(block)
         return total
-
-
-def positions_needed(length: int, out_length: int, size: int, sources: Sequence[Sequence[int]]) -> Needs:
-    """The needs of outputs that read rows by number: ``sources`` has the rows that each output reads."""
-
-    def rows_of(first: int, last: int) -> Interval:
-        read = [row for output in sources[first : last + 1] for row in output if 0 <= row < length]
-        return (min(read), max(read) + 1) if read else (0, 0)
-
-    return Needs.of(length, out_length, size, rows_of)

@@ -4,8 +4,8 @@
                              │ halo rows                                    >-- mean over pixels ── head: full
     rank 1   image[..., 256:, :] ── conv ── norm ── relu ── pool ── ... --'
 
-A convolution of a full input cuts it; what it returns stays sharded as long as operations have a rule. Any other operation
-gathers the full tensor, and is computed on every rank, so the code that reads feature maps need not be analysed.
+A convolution cuts a full input; what it returns stays sharded as long as operations have a rule. Any other operation
+gathers the full tensor, and runs on every rank, so the code that reads feature maps need not be analysed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.logits.sharded import VocabularyTensor
-from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
+from lightning_hybrid.logits.vocabulary import VocabularyShard
 from lightning_hybrid.spatial import losses, norms, resize, windows
-from lightning_hybrid.spatial.rows import can_be_sharded
-from lightning_hybrid.step.standins.tensors import ShardedTensorBase
+from lightning_hybrid.spatial.rows import Rows, can_be_sharded
+from lightning_hybrid.step.standins.tensors import materialize
 from lightning_hybrid.step.tracing.functions import NotIntercepted
 from lightning_hybrid.tensor.collectives import Ranks
 
@@ -65,18 +65,36 @@ def _linear(input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 class _Cut(torch.autograd.Function, NotIntercepted):
     @staticmethod
-    def forward(ctx: Any, full: Tensor, dim: int, rows: Vocabulary) -> SpatialTensor:
+    def forward(ctx: Any, full: Tensor, dim: int, rows: Rows) -> SpatialTensor:
         """This rank's rows of a full tensor."""
         return SpatialTensor(rows.local_rows(full.detach(), dim), dim, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the full shape, on every rank."""
-        return grad.take_full() if isinstance(grad, VocabularyShard) else grad, None, None
+        return materialize(grad), None, None
+
+
+class Convolutions(TorchFunctionMode):
+    """Observes convolutions.
+
+    Attributes:
+        rows: The length of the longest dim of space of the input of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (x := _input_of(func, args, kwargs)) is not None:
+            self.rows.append(x.shape[_dim_of(x)])
+        return func(*args, **kwargs)
 
 
 class SpatialMode(TorchFunctionMode):
-    """The mode of a step: inputs of convolutions are cut along a dim of space."""
+    """The mode of a step: inputs of convolutions are cut along their longest dim of space."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -84,15 +102,24 @@ class SpatialMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _CONVOLUTIONS and args:
-            args = (self._cut(args[0]), *args[1:])
-        return func(*args, **kwargs)
-
-    def _cut(self, x: Any) -> Any:
-        if type(x) is not Tensor or x.dim() < 4:
-            return x
-        dim = max(range(2, x.dim()), key=lambda k: (x.shape[k], -k))
-        if not can_be_sharded(x.shape[dim], self._ranks.size):
-            return x
+        x = _input_of(func, args, kwargs)
+        if type(x) is not Tensor or not can_be_sharded(x.shape[dim := _dim_of(x)], self._ranks.size):
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return _Cut.apply(x, dim, Vocabulary(x.shape[dim], self._ranks))
+            cut = _Cut.apply(x, dim, Rows(x.shape[dim], self._ranks))
+        if args:
+            return func(cut, *args[1:], **kwargs)
+        return func(**{**kwargs, "input": cut})
+
+
+def _input_of(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The batch of images or volumes of a convolution; None for other operations."""
+    if getattr(func, "__name__", "") not in _CONVOLUTIONS:
+        return None
+    x = args[0] if args else kwargs.get("input")
+    return x if isinstance(x, Tensor) and x.dim() >= 4 else None
+
+
+def _dim_of(x: Tensor) -> int:
+    """The dim that is cut: the longest one of space, the first of several."""
+    return max(range(2, x.dim()), key=lambda dim: (x.shape[dim], -dim))

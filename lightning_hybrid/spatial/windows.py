@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.logits.vocabulary import Vocabulary, VocabularyShard
-from lightning_hybrid.spatial.rows import Interval, Needs, can_be_sharded, owned
+from lightning_hybrid.spatial.rows import Interval, Needs, Rows, can_be_sharded, owned
 
 aten = torch.ops.aten
 
 
 def rows_like(x: VocabularyShard, local: Tensor, length: int) -> VocabularyShard:
     """A shard of another tensor, with ``length`` rows, along the same dim counted from the end."""
-    rows = x.vocabulary if length == x.vocabulary.length else Vocabulary(length, x.vocabulary.ranks)
+    rows = x.vocabulary if length == x.vocabulary.length else Rows(length, x.vocabulary.ranks)
     return type(x)(local, local.dim() + x.from_right, rows)
 
 
@@ -116,13 +116,11 @@ def convolution_backward(func: Any, args: Any, kwargs: Any) -> Any:
     needs = window.needs(x.vocabulary.length, x.vocabulary.ranks.size)
     if needs is None:
         return NotImplemented
-    out_rows = Vocabulary(window.out_length(x.vocabulary.length), x.vocabulary.ranks)
+    out_rows = Rows(window.out_length(x.vocabulary.length), x.vocabulary.ranks)
     rows = needs.fetch(x.local, x.cut_dim, x.vocabulary)
     local_grad = local_rows(grad, out_rows, x.from_right).contiguous()
     padding = _without(x, padding)
-    grads = func(
-        local_grad, rows, weight, bias_sizes, stride, padding, dilation, False, output_padding, groups, mask
-    )
+    grads = func(local_grad, rows, weight, bias_sizes, stride, padding, dilation, False, output_padding, groups, mask)
     grad_x = None
     if mask[0]:
         grad_x = x.like(needs.give_back(grads[0], x.cut_dim, x.vocabulary))
@@ -205,7 +203,7 @@ class _Transposed:
         x = self._x
         if not self.can_be_sharded:
             return NotImplemented
-        local_grad = local_rows(grad, Vocabulary(self.out_length, x.vocabulary.ranks), x.from_right)
+        local_grad = local_rows(grad, Rows(self.out_length, x.vocabulary.ranks), x.from_right)
         of_made = self._moved(local_grad, -self._skipped, self._made).contiguous()
         rows = self._needs.fetch(x.local, x.cut_dim, x.vocabulary)
         found = func(of_made, rows, self._weight, None, *self._options(), [mask[0], mask[1], False])
@@ -307,7 +305,7 @@ def avg_pool_backward(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     first, last = needs.of_ranks[x.vocabulary.ranks.rank]
     shape = [last - first if dim == x.cut_dim else length for dim, length in enumerate(x.shape)]
-    out_rows = Vocabulary(window.out_length(x.vocabulary.length), x.vocabulary.ranks)
+    out_rows = Rows(window.out_length(x.vocabulary.length), x.vocabulary.ranks)
     local_grad = local_rows(grad, out_rows, x.from_right).contiguous()
     rows = x.local.new_empty(1).expand(shape)
     found = func(local_grad, rows, kernel, stride, _without(x, padding), False, counts_padding, divisor)

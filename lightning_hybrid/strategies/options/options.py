@@ -173,12 +173,30 @@ class Options:
         for name, size in self.sizes.items():
             if not _is_count(size) and size != "auto":
                 raise LayoutError(f"{name}={size!r}; use 'auto' or a whole number of 1 or more", entry="size-type")
+        if not _is_count(self.spatial_parallel_size):
+            given = f"spatial_parallel_size={self.spatial_parallel_size!r}"
+            raise LayoutError(f"{given}; use a whole number of 1 or more", entry="size-type")
+        if self.spatial_parallel_size > 1:
+            self._check_spatial()
         tensor = self.sizes["tensor_parallel_size"]
         if self.sequence_parallel and (tensor == 1 or (tensor == "auto" and not self.asks_for_plan)):
             raise ValueError(
                 "sequence_parallel=True shards positions over the ranks of tensor parallelism, and"
                 f" tensor_parallel_size={tensor!r}; set tensor_parallel_size=2 or more, or context_parallel_size to"
                 " shard sequences alone"
+            )
+
+    def _check_spatial(self) -> None:
+        others = [
+            name for name in _SIZES[1:] if name != "pipeline_parallel_size" and self.sizes[name] not in (1, "auto")
+        ]
+        if self.compile is not None:
+            others.append("compile")
+        if others:
+            value = self.compile if others[0] == "compile" else self.sizes[others[0]]
+            raise ValueError(
+                f"spatial_parallel_size={self.spatial_parallel_size} shards images, which layers that"
+                f" {others[0]}={value!r} changes would gather; leave one of the two out"
             )
 
     def _check_plan(self) -> None:
@@ -215,7 +233,7 @@ class Options:
     def sets_layout(self) -> bool:
         """Whether the user has set a size, or shards or offloads states."""
         sizes = any(size != "auto" for size in self.sizes.values())
-        return sizes or bool(self.zero_stage) or self.offload is not None
+        return sizes or self.spatial_parallel_size > 1 or bool(self.zero_stage) or self.offload is not None
 
     def with_planned(self, planned: Mapping[str, Any]) -> Options:
         """Return the options with the planned ones, by the names of the strategy's arguments."""
