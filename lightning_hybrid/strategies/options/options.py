@@ -187,17 +187,13 @@ class Options:
             )
 
     def _check_spatial(self) -> None:
-        others = [
-            name for name in _SIZES[1:] if name != "pipeline_parallel_size" and self.sizes[name] not in (1, "auto")
-        ]
-        if self.compile is not None:
-            others.append("compile")
-        if others:
-            value = self.compile if others[0] == "compile" else self.sizes[others[0]]
-            raise ValueError(
-                f"spatial_parallel_size={self.spatial_parallel_size} shards images, which layers that"
-                f" {others[0]}={value!r} changes would gather; leave one of the two out"
-            )
+        given = {**self.sizes, "compile": self.compile}
+        for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "compile"):
+            if given[name] not in (1, "auto", None):
+                raise ValueError(
+                    f"spatial_parallel_size={self.spatial_parallel_size} shards images, and layers under"
+                    f" {name}={given[name]!r} would gather them; leave one of the two out"
+                )
 
     def _check_plan(self) -> None:
         if self.objective not in (None, "throughput", "largest_batch"):
