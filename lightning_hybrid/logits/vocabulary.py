@@ -42,7 +42,7 @@ class Vocabulary:
         return full.narrow(dim, self.offset, self.local_length)
 
     def joined(self, local: Tensor, dim: int) -> Tensor:
-        """All-gathers this rank's rows to the full tensor."""
+        """All-gathers this rank's rows (..., rows, ...) to the full tensor (..., length, ...)."""
         placement = self.shard(dim)
         return join(self.ranks.all_gather(padded(local.detach(), placement).contiguous()), placement)
 

@@ -83,7 +83,7 @@ def pixelwise_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """Random numbers in place: each rank draws those of all rows, as one process does, and keeps its own."""
+    """Fill with random numbers: each rank draws them for all rows, as one process would, and keeps its own."""
     x = args[0]
     if not isinstance(x, VocabularyShard) or any(isinstance(value, VocabularyShard) for value in args[1:]):
         return NotImplemented

@@ -79,7 +79,7 @@ class RowSums:
         return rows_like(x, total.to(x.dtype), len(self.sources))
 
     def adjoint(self, grad: Tensor, rows: Rows, from_right: int) -> Tensor:
-        """The gradient of the input's rows of this rank, from that of a sharded result."""
+        """The gradient of this rank's input rows, from a gradient of shape (..., rows of the result, ...)."""
         ranks = rows.ranks
         needs = self.needs(ranks.size)
         assert needs is not None
@@ -146,10 +146,10 @@ def _interpolation(func: Any, options: Sequence[Any], length: int, out_length: i
     """The kernel of two dims for the sharded one alone, and the options of the full kernel for the others."""
     name = func.overloadpacket.__name__
     dims = 3 if "3d" in name else 2
-    align, factors = options[: len(options) - dims], list(options[len(options) - dims :])
+    corners, factors = options[: len(options) - dims], list(options[len(options) - dims :])
     factor, factors[from_right] = factors[from_right], None
     of_rows = getattr(aten, name.removesuffix("_backward").replace("trilinear", "bilinear").replace("3d", "2d")).default
-    return Kernel(of_rows, ((out_length, _COLUMNS), *align, factor, None)), (*align, *factors)
+    return Kernel(of_rows, ((out_length, _COLUMNS), *corners, factor, None)), (*corners, *factors)
 
 
 def upsample(func: Any, args: Any, kwargs: Any) -> Any:

@@ -53,7 +53,7 @@ class Rows(Vocabulary):
         return [last - first for first, last in ends]
 
     def joined(self, local: Tensor, dim: int) -> Tensor:
-        """All-gathers this rank's rows to the full map."""
+        """All-gathers this rank's rows (..., rows, ...) to the full map (..., length, ...)."""
         most, counts = max(self.counts), self.counts
         local = local.detach()
         if self.local_length < most:
@@ -151,7 +151,7 @@ class Needs:
         return torch.Size(count if k == dim else length for k, length in enumerate(local.shape))
 
     def give_back(self, fetched: Tensor, dim: int, rows: Vocabulary) -> Tensor:
-        """Returns for this rank's rows the sums of what all ranks have for them; the adjoint of ``fetch``."""
+        """Returns (..., rows, ...): for rows of this rank the sums of what all have for them; adjoint of ``fetch``."""
         rank, size = rows.ranks.rank, rows.ranks.size
         own = owned(self.length, rank, size)
         if self.of_ranks[rank] == own and self.are_local:

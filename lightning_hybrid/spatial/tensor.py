@@ -29,7 +29,7 @@ _CONVOLUTIONS = frozenset({"conv2d", "conv3d", "conv_transpose2d", "conv_transpo
 
 
 class SpatialTensor(VocabularyTensor):
-    """A feature map of which this rank has some rows."""
+    """A feature map, with this rank's rows of it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

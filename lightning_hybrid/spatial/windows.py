@@ -20,13 +20,13 @@ aten = torch.ops.aten
 
 
 def rows_like(x: VocabularyShard, local: Tensor, length: int) -> VocabularyShard:
-    """A shard of another tensor, with ``length`` rows, along the same dim counted from the end."""
+    """A shard of a tensor of shape (..., length, ...), along the same dim counted from the end as x."""
     rows = x.vocabulary if length == x.vocabulary.length else Rows(length, x.vocabulary.ranks)
     return type(x)(local, local.dim() + x.from_right, rows)
 
 
 def local_rows(x: Tensor, rows: Vocabulary, from_right: int) -> Tensor:
-    """This rank's rows of a shard, or of a full tensor."""
+    """This rank's rows, (..., rows, ...), of a shard or of a full tensor."""
     if isinstance(x, VocabularyShard):
         if (x.vocabulary.length, x.from_right) == (rows.length, from_right):
             return x.local
@@ -128,7 +128,7 @@ def convolution_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def summed(rows: Vocabulary, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of parameters, summed over the ranks in one message."""
+    """Gradients of parameters, of any shapes, summed over the ranks in one message."""
     present = [grad for grad in grads if grad is not None]
     if not present:
         return list(grads)
@@ -237,7 +237,7 @@ def max_pool(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _filled(args: Any, defaults: Any) -> Any:
-    """Arguments, the last of which may be missing."""
+    """Arguments, with defaults for those at the end that are missing."""
     missing = 2 + len(defaults) - len(args)
     return (*args, *(defaults[len(defaults) - missing :] if missing > 0 else ()))
 

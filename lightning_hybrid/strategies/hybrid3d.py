@@ -56,11 +56,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             is set at all and a replica's states take more than half of a device: then they are planned before the ranks
             meet, with ``zero_stage``, recomputation and whatever else is "auto".
         pipeline_parallel_size: Ranks that share the layers.
-        context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
-            may be several tensor ranks.
+        context_parallel_size: Ranks that the positions of each sequence are sharded over; each may be tensor ranks.
         spatial_parallel_size: Ranks that the rows of each image, volume and feature map are sharded over.
-        expert_parallel_size: Ranks that the experts of a layer are sharded over, which exchange the rows of their
-            tokens: context ranks first, then replicas.
+        expert_parallel_size: Ranks that the experts of a layer are sharded over: context ranks first, then replicas.
         expert_chunks: Chunks in which the experts of a rank run: the rows of one are sent while another is computed.
         sequence_parallel: Between sharded regions, each tensor rank works on its own positions of the sequence, or of
             its context rank's positions. "auto" is False unless planned.
