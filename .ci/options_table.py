@@ -31,16 +31,16 @@ IN_EXAMPLES = (CPUAccelerator, LayerTechnique, LightningEnvironment, TorchCheckp
 HEAD = """\
 # Options of the strategy
 
-Any option may be given by keyword, and in the YAML file of a `LightningCLI` under `trainer.strategy.init_args`.
-[Layouts](../layouts.md): how to choose sizes. Written by `PYTHONPATH=. python .ci/options_table.py` from the signature
-and the docstring of [`Hybrid3DStrategy`](strategy.md) and from `.ci/option_notes.yaml`; a test fails if it is not up to
-date, and runs each example as `Hybrid3DStrategy(...)`.
+Pass any option by keyword, or in the YAML file of a `LightningCLI` under `trainer.strategy.init_args`. To choose sizes,
+read [layouts](../layouts.md). [Names of other libraries](#names-of-other-libraries) and
+[registered names](#registered-names) are at the end.
+
+<!-- Written by `PYTHONPATH=. python .ci/options_table.py` from the strategy's docstring and .ci/option_notes.yaml. -->
+
+## Overview
 """
 
-COLUMNS = """
-| option, type, default | meaning | constraints | cost | example |
-|---|---|---|---|---|
-"""
+COLUMNS = "\n| option | default | in short |\n|---|---|---|\n"
 
 OTHERS = """
 ## Names of other libraries
@@ -142,8 +142,13 @@ def in_card(kind: str, head: str, lines: list[str]) -> str:
     return text
 
 
+def shortened(text: str) -> str:
+    """The first clause of an option's text."""
+    return re.split(r"(?<=[^.])[.;:](?: |$)", text)[0]
+
+
 def options() -> str:
-    """A table of options for each subject.
+    """A row for each option, then a section for each, by subject.
 
     Raises:
         ValueError: An option has no text in the docstring or no note, or one of these is of no option.
@@ -152,17 +157,18 @@ def options() -> str:
     for what, names in (("docstring", set(texts)), ("notes", {name for each in subjects.values() for name in each})):
         if unequal := found.keys() ^ names:
             raise ValueError(f"in only one of signature and {what}: {', '.join(sorted(unequal))}")
-    known, sections = imported_aliases(parse(STRATEGY)), []
+    known, rows, sections = imported_aliases(parse(STRATEGY)), [], []
     for subject, of_subject in subjects.items():
-        lines = []
+        sections.append(f"\n## {subject}\n")
         for name, note in of_subject.items():
             annotation, default = found[name]
             types = ", ".join(f"`{kind}`" for kind in dict.fromkeys(alternatives(annotation, known)))
-            first = f"**`{name}`**<br>{types}<br>default `{in_double_quotes(default)}`"
-            cells = (texts[name], note.get("constraints", "none"), note.get("cost", "none"), f"`{note['example']}`")
-            lines.append(f"| {first} | {' | '.join(cells)} |")
-        sections.append(f"\n## {subject}\n" + in_card("options", COLUMNS, lines))
-    return "".join(sections)
+            default_text = f"`{in_double_quotes(default)}`"
+            rows.append(f"| [`{name}`](#{name}) | {default_text} | {shortened(texts[name])} |")
+            sections.append(f"\n### `{name}`\n\n{types}; default {default_text}\n\n{texts[name]}\n\n")
+            said = {"Constraints": note.get("constraints"), "Cost": note.get("cost"), "Example": f"`{note['example']}`"}
+            sections += [f"- **{title}**: {text}\n" for title, text in said.items() if text]
+    return in_card("names", COLUMNS, rows) + "".join(sections)
 
 
 def keywords(source: str) -> dict[str, Any]:

@@ -50,78 +50,78 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     its stage's arithmetic; losses, gradients and parameters match single-process training.
 
     Args:
-        data_parallel_size: Replicas that see different batches; "auto" takes all remaining ranks.
-        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start. This and
-            the other sizes below are 1 if they are "auto", unless ``objective`` or ``max_memory`` is set, or no layout
-            is set at all and a replica's states take more than half of a device: then they are planned before the ranks
-            meet, with ``zero_stage``, recomputation and whatever else is "auto".
-        pipeline_parallel_size: Ranks that share the layers.
-        context_parallel_size: Ranks that the positions of each sequence are sharded over; each may be tensor ranks.
-        spatial_parallel_size: Ranks that the rows of each image, volume and feature map are sharded over.
-        expert_parallel_size: Ranks that the experts of a layer are sharded over: context ranks first, then replicas.
-        expert_chunks: Chunks in which the experts of a rank run: the rows of one are sent while another is computed.
-        sequence_parallel: Between sharded regions, each tensor rank works on its own positions of the sequence, or of
-            its context rank's positions. "auto" is False unless planned.
-        num_microbatches: Microbatches of each replica's batch; "auto" is 1 without stages and at most four times the
+        data_parallel_size: Replicas, each with its own batches; "auto" takes all remaining ranks.
+        tensor_parallel_size: Ranks that share each layer. How to split a layer is worked out at the start; a split is
+            used only after a numerical check. For this and the sizes below "auto" means 1, except when (a)
+            ``objective`` or ``max_memory`` is set, or (b) you set no layout and the model's states would fill more than
+            half a device. Then the planner chooses whatever is "auto": these sizes, ``zero_stage``, recomputation.
+        pipeline_parallel_size: Ranks that the layers are divided over, as pipeline stages.
+        context_parallel_size: Ranks that share the positions of each sequence in all of a layer.
+        spatial_parallel_size: Ranks that share the rows of each image, volume and feature map.
+        expert_parallel_size: Ranks that share a layer's experts and exchange token rows: context ranks, then replicas.
+        expert_chunks: Chunks in which the experts of a rank run; the rows of one are sent while another is computed.
+        sequence_parallel: Shards the sequence over tensor ranks between sharded regions. "auto": False unless planned.
+        num_microbatches: Microbatches of each replica's batch. "auto" is 1 without stages, and at most four times the
             number of stages with them.
-        microbatch: "auto" finds the largest microbatch that fits: where a rank runs out of memory in a training step,
-            that step is run again with twice as many microbatches, from ``num_microbatches`` on.
-        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v" or
-            "zero_bubble_searched". "auto" is "1f1b" unless planned.
-        stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved. "zero_bubble_v" and
+        microbatch: "auto" finds the largest microbatch that fits. A training step in which a rank runs out of memory is
+            run again with twice as many microbatches, from ``num_microbatches`` on.
+        schedule: Order of forwards and backwards in the pipeline: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b",
+            "zero_bubble", "zero_bubble_v", "dualpipe_v" or "zero_bubble_searched". "auto" is "1f1b" unless planned.
+        stages_per_rank: Stages that each pipeline rank holds. More than one makes 1F1B interleaved; "zero_bubble_v" and
             "dualpipe_v" always have two. "auto" is 1 unless planned.
-        max_microbatches_in_flight: Microbatches whose activations a rank may hold under "zero_bubble_searched"; those
-            of 1F1B, the number of pipeline ranks, if None.
-        pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
-        batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
-        zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too; 0
-            nothing: each holds all of it. "auto" is 0 unless planned.
-        shard_size: Replicas that one copy is sharded over; others hold further copies. All if None, unless planned.
-        reshard_after_forward: As in FSDP2: if True, each layer's parameters are gathered for its forward and again for
-            its backward, and its gradients are reduced then, for each microbatch; if False, all are gathered once and
-            reduced once per step. None is True; "auto" is False where enough memory is free.
-        offload: What is not on the device while no step needs it: "cpu" for all that replicas shard, and the
-            optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
-            any of "parameters", "gradients" and "optimizer_states" to these. None, and "auto" unless planned: nothing.
-        optimizer_in_backward: Steps each layer's parameters in the backward, once their gradients are averaged, and
-            frees these.
+        max_microbatches_in_flight: Microbatches whose activations a rank may hold under "zero_bubble_searched". None is
+            the number of pipeline ranks, as under 1F1B.
+        pipeline_cuts: Names of the module that each stage starts with, from the second stage on, as printed in the
+            start table. None balances the stages by cost.
+        batch_splitter: ``function(batch, count) -> list of microbatches``, for batches that are not nested lists,
+            tuples or dicts of tensors.
+        zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too, 0
+            nothing. "auto" is 0 unless planned.
+        shard_size: Replicas that one copy is sharded over; others hold further copies. None is all, unless planned.
+        reshard_after_forward: When sharded parameters are gathered, as in FSDP2. True gathers each layer's for its
+            forward and again for its backward, and reduces its gradients then, for each microbatch; False gathers and
+            reduces all once per step. None is True; "auto" is False where enough memory is free.
+        offload: What is kept off the device between uses: "cpu" for all that replicas shard, and the optimizer's states
+            in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of any of "parameters",
+            "gradients" and "optimizer_states" to these. None, and "auto" unless planned, is nothing.
+        optimizer_in_backward: Steps a layer within the backward, once its gradients are averaged, and frees these.
         recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
             every n-th; names with wildcards, or classes; "selective" for all, which save the results of expensive
             operations, or the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names
-            or classes to such policies or "keep". A budget such as "6GiB", or "50%" of the free memory: what this rank
-            may use in total; the least recomputation under it is chosen once the optimizer has stepped twice.
-            None, and "auto" unless planned: no layer.
-        chunked_loss: Computes a cross entropy over the vocabulary in chunks of positions, without logits of the full
-            batch: True for chunks of 256 to 512 positions (on GPUs 1,024 to 2,048), by the width, or the number of
+            or classes to such policies or "keep". A budget such as "6GiB", or "50%" of the free memory, is what this
+            rank may use in total; the least recomputation under it is chosen once the optimizer has stepped twice.
+            None, and "auto" unless planned, is no layer.
+        chunked_loss: Computes a cross entropy over the vocabulary in chunks of positions, without the logits of the
+            full batch: True for chunks of 256 to 512 positions (on GPUs 1,024 to 2,048), by the width, or the number of
             chunks. "auto" is False unless planned.
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.
-        tensor_parallel_plan: How linears are sharded, by patterns of their names; others follow the model's own plan
-            (``tp_plan`` of transformers) or are searched, and all is proved.
-        compile: "units" or True runs each layer through ``torch.compile``; a mapping does too, with its options
-            (``backend``, ``mode``, ``dynamic``, ``fullgraph``, ``options``).
-        techniques: Your own, the outermost around a layer first (`lightning_hybrid.techniques`).
+        tensor_parallel_plan: How linears are sharded, by patterns of their names. The others follow the model's own
+            plan (``tp_plan`` of transformers) or are searched. Every split is checked numerically.
+        compile: Runs each layer through ``torch.compile``: "units" or True, or a mapping of its options (``backend``,
+            ``mode``, ``dynamic``, ``fullgraph``, ``options``).
+        techniques: Your own techniques (`lightning_hybrid.techniques`), the outermost around a layer first.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
-        save_distributed_checkpoint: Checkpoints are folders in which every rank writes its own bytes; one ordinary
-            file, written by the first rank, if False. Either is loaded under any layout.
-        async_checkpoint: Training goes on while a distributed checkpoint is written.
-        check_digests: Loading a distributed checkpoint compares each file with the digest of its manifest.
+        save_distributed_checkpoint: Writes checkpoints as folders, each rank its own bytes. If False, the first rank
+            writes one ordinary file. Either is loaded under any layout.
+        async_checkpoint: Goes on training while a distributed checkpoint is written.
+        check_digests: Compares each file of a distributed checkpoint with the digest of its manifest when it is loaded.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
             parameter changes if a loss or gradient differs.
-        strict_layout: A step that cannot be run in stages is an error; otherwise the ranks of a pipeline then hold
+        strict_layout: Makes a step that cannot be run in stages an error. Otherwise the ranks of a pipeline then hold
             shards of all parameters, gradients and optimizer states, and each runs the step on a share of the batch.
-        objective: Plans sizes that are "auto" for the most samples per second ("throughput"), or the most samples that
-            are computed at a time ("largest_batch"). None is "throughput", if memory is short.
-        max_memory: Plans sizes that are "auto" with this memory of each device, such as "20GiB" or "80%".
+        objective: What the planner seeks where sizes are "auto": "throughput", the most samples per second, or
+            "largest_batch", the most samples that are computed at a time. None is "throughput", if memory is short.
+        max_memory: Memory of each device that the planner may use where sizes are "auto", such as "20GiB" or "80%".
         process_group_backend: "nccl" or "gloo"; by device if None. gloo sends no tensors of a GPU.
-        timeout: Of collective operations.
-        start_method: "popen" runs the script once per device; "fork" serves notebooks.
+        timeout: How long a collective may take before the run is aborted.
+        start_method: How the ranks start: "popen" runs the script once per device; "fork" serves notebooks.
         accelerator: As in Lightning's own strategies, as are the next three; the Trainer sets it.
         parallel_devices: One device for each rank of the node.
-        cluster_environment: Found by the Trainer if None.
+        cluster_environment: How ranks find each other; found by the Trainer if None.
         checkpoint_io: How files of checkpoints are written and read.
-        precision_plugin: The same; converted to `HybridPrecision` if it is Lightning's own.
+        precision_plugin: The precision; converted to `HybridPrecision` if it is Lightning's own.
         **foreign: Keywords of FSDP, DDP, accelerate and DeepSpeed, each refused with what to set here.
 
     Raises:

@@ -113,7 +113,7 @@ ADVICE: dict[str, dict[str, str]] = {
         "params_buffer_count": _NO_EFFECT,
         "params_buffer_size": _NO_EFFECT,
         "partition_activations": "set sequence_parallel=True with tensor_parallel_size, or set context_parallel_size",
-        "pin_memory": "leave it out: what is offloaded is not in pinned memory",
+        "pin_memory": "leave it out: optimizer states that are offloaded alone are pinned, other tensors are not",
         "queue_depth": _NO_EFFECT,
         "reduce_bucket_size": _NO_EFFECT,
         "reduce_scatter": _NO_EFFECT,
