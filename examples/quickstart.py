@@ -50,6 +50,7 @@ if __name__ == "__main__":
         devices=devices,
         max_epochs=epochs,
         strategy=strategy,
+        enable_model_summary=False,
         callbacks=PipelineTimeline("timeline.png"),
     )
     trainer.fit(Classifier(), ckpt_path=checkpoint)

@@ -253,8 +253,9 @@ def _mismatch_message(fixed_sizes: Mapping[str, int], world_size: int) -> str:
     numbers = "*".join(str(size) for size in fixed_sizes.values())
     automatic = "data_parallel_size" not in fixed_sizes
     amount = "a multiple of " if automatic else ""
-    devices = -(-world_size // needed) * needed if automatic else needed
-    advice = [f"devices={devices}"]
+    fewer = world_size // needed * needed if automatic else 0
+    devices = fewer + needed
+    advice = [f"devices={fewer} or {devices}" if fewer else f"devices={devices}"]
     # Ranks left over: more data parallelism is free. Too few ranks: first shrink the axis that communicates most.
     order = ["tensor_parallel_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"]
     if needed < world_size:
@@ -265,12 +266,19 @@ def _mismatch_message(fixed_sizes: Mapping[str, int], world_size: int) -> str:
         room, remainder = divmod(world_size, needed // fixed_sizes[name])
         if automatic:
             if not remainder:
-                advice.insert(0, f"{name}={math.gcd(room, fixed_sizes[name])}")
+                advice.insert(0, f"{name}={_nearest_divisors(room, fixed_sizes[name])}")
                 break
         elif room >= 1 and not remainder:
             advice.insert(0, f"{name}={room}")
             break
     return (
         f"layout needs {amount}{letters} = {numbers} = {needed} ranks but the world has {world_size}; "
-        f"set {' or '.join(advice)}"
+        f"set {', or '.join(advice)}"
     )
+
+
+def _nearest_divisors(number: int, size: int) -> str:
+    """The next lower and the next higher divisor of a number, as text."""
+    divisors = [each for each in range(1, number + 1) if number % each == 0]
+    near = [*[each for each in divisors if each < size][-1:], *[each for each in divisors if each > size][:1]]
+    return " or ".join(map(str, near))

@@ -33,6 +33,8 @@ def register(package: ModuleType) -> None:
     if sys.modules.get(PACKAGES[0], package) is not package:
         _refuse_in(package.Trainer)
         return
+    if "jsonargparse" in sys.modules:
+        importlib.import_module("lightning_hybrid.strategies.options.config_errors").hint_at_options()
     registry = importlib.import_module(f"{package.__name__}.strategies").StrategyRegistry
     for name, options in _NAMES.items():
         if name not in registry:

@@ -38,6 +38,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def spanned_names(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - 4} more" if len(names) > 5 else ""
+    return ", ".join(names[: 4 if more else 5]) + more
+
+
 def spanned(names: Sequence[str]) -> str:
     """Return the names of neighbours in short: the only one, or the first, the last and their number."""
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"

@@ -91,7 +91,11 @@ def why_unsplit(batch: Any, splitter: BatchSplitter | None) -> str:
 
 def check_count(batch: Any, wanted: int | None) -> None:
     """Refuse more microbatches than a full batch has samples."""
-    size = batch_size_of(batch)
+    check_number(batch_size_of(batch), wanted)
+
+
+def check_number(size: int | None, wanted: int | None) -> None:
+    """Refuse more microbatches than ``size``, the number of samples; None where it is not known."""
     if wanted is not None and size is not None and wanted > size:
         raise BatchError(
             f"num_microbatches={wanted} but the batch has only {size} samples;"

@@ -26,6 +26,7 @@ from lightning_hybrid.errors import HybridError
 if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout
 
+IMPORTING = "importing torch, Lightning and your module"
 STATUSES = """exit status: 0 the step can be run under the layout; 2 invalid command line; 3 it cannot: the reason is
 printed, with the traceback if it is an error of your step. Other errors of your code give their traceback and 1"""
 
@@ -97,7 +98,7 @@ def configured(parsed: argparse.Namespace) -> tuple[ConfiguredRun, TrainerConfig
 
 def layout_and_classes(parsed: argparse.Namespace, progress: Progress) -> tuple[Layout, ConfiguredRun, str]:
     """Return the layout, what makes the classes, and the precision that a command line names, or its config."""
-    progress.phase("importing the classes")
+    progress.phase(IMPORTING)
     made, config = configured(parsed)
     # After the classes: they decide which Lightning the process has, and a layout is checked with its strategy.
     if parsed.layout is None and config.layout:

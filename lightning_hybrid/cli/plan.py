@@ -21,6 +21,7 @@ from lightning_hybrid.cli.command import (
     write_text,
 )
 from lightning_hybrid.cli.module import (
+    IMPORTING,
     add_classes_to,
     add_precision_to,
     configured,
@@ -166,7 +167,7 @@ def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, 
 
 
 def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
-    progress.phase("importing the classes")
+    progress.phase(IMPORTING)
     made, config = configured(parsed)
     from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta  # late: torch takes seconds
 

@@ -17,6 +17,7 @@ from lightning_hybrid.cli.command import (
     print_json,
 )
 from lightning_hybrid.cli.module import (
+    IMPORTING,
     add_classes_to,
     add_precision_to,
     add_tensor_plan_to,
@@ -27,7 +28,7 @@ from lightning_hybrid.cli.module import (
 from lightning_hybrid.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from lightning_hybrid.verify import Report
+    from lightning_hybrid.verify import Layout, Report, Verification
 
 _EXAMPLE = """example:
   lightning-hybrid verify examples/quickstart.py:Classifier --layout pp=2 --layout dp=2
@@ -68,8 +69,32 @@ def run(parsed: argparse.Namespace) -> int:
         UsageError: An invalid path, layout or argument of a class, or a count below 1.
     """
     check_counts(parsed, "steps", "epochs", "num_microbatches")
+    reports: list[Report] = []
+    with Progress("verify") as progress:
+        progress.phase(IMPORTING)
+        verification, layouts = _verification(parsed, progress)
+        for layout in layouts:
+            progress.start(layout.name, len(reports), len(layouts))
+            reports.append(verification.check(layout))
+    for traceback in dict.fromkeys(report.traceback for report in reports if report.traceback):
+        print(traceback, file=sys.stderr)
+    if parsed.json:
+        print_json([asdict(report) for report in reports])
+    else:
+        from lightning_hybrid.verify import table
+
+        print(table(reports))
+        for note in dict.fromkeys(note for report in reports for note in report.notes):
+            names = ", ".join(report.layout for report in reports if note in report.notes)
+            print(f"note on {names}: {note}")
+    if not all(report.passes(strict=parsed.strict) for report in reports):
+        return PROBLEM
+    return REFUSED if any(report.outcome == "refused" for report in reports) else OK
+
+
+def _verification(parsed: argparse.Namespace, progress: Progress) -> tuple[Verification, list[Layout]]:
     # Imported late, since this loads torch.
-    from lightning_hybrid.verify import Experiment, Verification, table
+    from lightning_hybrid.verify import Experiment, Verification
 
     made, config = configured(parsed)
     if config.unused:
@@ -86,21 +111,4 @@ def run(parsed: argparse.Namespace) -> int:
         seed=next(seed for seed in (parsed.seed, config.seed, 1) if seed is not None),
         trainer=config.arguments,
     )
-    reports: list[Report] = []
-    with Progress("verify") as progress:
-        verification = Verification(experiment, timeout=parsed.timeout, on_phase=progress.phase)
-        for layout in layouts:
-            progress.start(layout.name, len(reports), len(layouts))
-            reports.append(verification.check(layout))
-    for traceback in dict.fromkeys(report.traceback for report in reports if report.traceback):
-        print(traceback, file=sys.stderr)
-    if parsed.json:
-        print_json([asdict(report) for report in reports])
-    else:
-        print(table(reports))
-        for note in dict.fromkeys(note for report in reports for note in report.notes):
-            names = ", ".join(report.layout for report in reports if note in report.notes)
-            print(f"note on {names}: {note}")
-    if not all(report.passes(strict=parsed.strict) for report in reports):
-        return PROBLEM
-    return REFUSED if any(report.outcome == "refused" for report in reports) else OK
+    return Verification(experiment, timeout=parsed.timeout, on_phase=progress.phase), layouts

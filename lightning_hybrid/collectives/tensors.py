@@ -18,6 +18,10 @@ _SENDABLE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
+_DIGESTED = 1 << 22  # elements of a tensor that are digested together, in 8 bytes each
+_FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of the generator SplitMix64
+
 
 def as_sendable(tensor: Tensor) -> Tensor:
     """The contiguous tensor itself, or its flat bytes if some backend does not support its dtype; for no reductions."""
@@ -134,6 +138,24 @@ def broadcast_buffer(buffer: Tensor, owner: int, group: dist.ProcessGroup, devic
     dist.broadcast(as_sendable(content), group=group, group_src=owner)
     if content.data_ptr() != buffer.data_ptr():
         buffer.detach().copy_(content)
+
+
+@torch.no_grad()
+def digest_of_bits(tensor: Tensor) -> Tensor:
+    """A number on the tensor's device, of shape (), equal for equal bits in equal places, almost surely for no others.
+
+    The host waits for nothing.
+    """
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    bits = real.contiguous().view(_BITS[real.element_size()]).reshape(-1)
+    total = bits.new_zeros((), dtype=torch.int64)
+    for start in range(0, len(bits), _DIGESTED):
+        part = bits[start : start + _DIGESTED].to(torch.int64)
+        place = torch.arange(start, start + len(part), device=part.device)
+        mixed = (part + place * _FACTORS[0]) * _FACTORS[1]  # overflows wrap around
+        mixed = (mixed ^ (mixed >> 31)) * _FACTORS[2]  # no longer linear in the place
+        total += (mixed ^ (mixed >> 29)).sum()
+    return total
 
 
 Map = Callable[[Tensor], Tensor]

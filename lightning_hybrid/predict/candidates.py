@@ -133,7 +133,7 @@ class Candidates:
             batch=self.batch * (data if self.is_replica_batch else 1),
             expert=expert,
             zero_stage=stage,
-            sequence_parallel=tensor > 1,
+            sequence_parallel=tensor > 1 and self.costs.is_sequence,
             recompute=self.allowed.recompute[-1],
         )
         layout = layout.replaced(**{name: value for name, value in self.fixed.items() if name in _NAMED})
@@ -224,7 +224,7 @@ class Candidates:
                     yield {"shard": shard, "replicate": layout.data // shard}
         if layout.zero_stage == 3:
             yield {"reshard_after_forward": not layout.reshard_after_forward}
-        if layout.tensor > 1:
+        if layout.tensor > 1 and self.costs.is_sequence:
             yield {"sequence_parallel": not layout.sequence_parallel}
         for kind in self._kinds_of_recomputation():
             yield {"recompute": kind}

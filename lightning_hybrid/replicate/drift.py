@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.collectives.tensors import broadcast_buffer
+from lightning_hybrid.collectives.tensors import broadcast_buffer, digest_of_bits
 from lightning_hybrid.params.guards import below_read_guards
 
 _BATCHES = 100  # between comparisons: each reads the parameters once, and the host waits for it
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTOR = 1_000_003  # no sum of bits is a multiple of it by design
 
 
 class CopiedParameters:
@@ -46,7 +44,7 @@ class CopiedParameters:
             self._broadcast(differing)
 
     def _differing(self) -> list[str]:
-        digests = torch.stack([_digest(parameter).to(self._device) for parameter in self._parameters.values()])
+        digests = torch.stack([digest_of_bits(parameter).to(self._device) for parameter in self._parameters.values()])
         ends = torch.stack([digests, -digests])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
         highest, lowest = ends[0], -ends[1]
@@ -68,10 +66,3 @@ class CopiedParameters:
             tensors = [state[key] for state in states for key in sorted(state) if type(state[key]) is Tensor]
             for tensor in (parameter.data, *tensors):
                 broadcast_buffer(tensor, 0, self._group, self._device)
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    """A number, of shape (), that is equal for equal bits, and almost surely for no others."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = real.detach().contiguous().view(_BITS[real.element_size()])
-    return bits.sum(dtype=torch.int64) + _FACTOR * (bits * bits).sum(dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -151,11 +152,11 @@ class CheckpointFiles:
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only, **place)
         saved_by_ranks = checkpoint.get("hybrid3d", {})
         self.seed = saved_by_ranks.get("seed", self.seed)
-        self._report_layout_change(path, saved_by_ranks.get("layout") or {})
+        self._report_layout_change(path, checkpoint, saved_by_ranks.get("layout") or {})
         return checkpoint
 
-    def _report_layout_change(self, path: Any, saved: Mapping[str, int]) -> None:
-        """Print that a run resumes under another layout, and which random numbers then differ."""
+    def _report_layout_change(self, path: Any, checkpoint: Mapping[str, Any], saved: Mapping[str, int]) -> None:
+        """Print that a run resumes under another layout, and which random numbers and numbers of steps then differ."""
         if not saved or self._module.trainer.state.fn != TrainerFn.FITTING:
             return
         own = self._axis_sizes()
@@ -167,6 +168,12 @@ class CheckpointFiles:
             lost = f"; the random generators of {counts[0]} replicas are not restored to {counts[1]}"
             has_lost = counts[0] not in (0, counts[1])
             rank_zero_info(f"{path} was saved under {before} and resumes under {now}{lost * has_lost}")
+        replicas = math.prod(saved.get(axis, 1) for axis in ("dp_replicate", "dp_shard"))
+        if replicas != self._world.layout.data_parallel_size:
+            from lightning_hybrid.run.resumed_epochs import describe_epochs
+
+            text, is_misfit = describe_epochs(checkpoint, replicas, self._world.layout.data_parallel_size)
+            (rank_zero_warn if is_misfit else rank_zero_info)(text)
 
     def _unread_parameters(self) -> list[str]:
         """FQNs of meta parameters: setup broadcasts their values from the first rank, so that others read none."""

@@ -38,9 +38,9 @@ class ConnectedOptimizers:
         stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._known: dict[int, Tensor] = {id(p): p for p in (*self._module.parameters(), *stepped)}  # so ids stay
 
-    def begin_averaging(self) -> None:
-        """A backward of the strategy has averaged gradients, in manual optimization."""
-        self._is_averaging = True
+    def has_run_backward(self, *, averages: bool) -> None:
+        """A backward of the strategy is over; it ``averages`` unless each replica steps its own full parameters."""
+        self._is_averaging |= averages or not self._run.gathered_shardings
 
     def check(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Check that this optimizer steps as in one process; return its closure, which checks gradients too."""
@@ -57,8 +57,8 @@ class ConnectedOptimizers:
             if not self._is_averaging:
                 raise StepError(
                     f"{type(optimizer).__name__}.step in manual optimization: no gradient has been averaged over the"
-                    f" {self._num_replicas} replicas, because the step has not called self.manual_backward(loss) yet;"
-                    " call it in place of loss.backward() or torch.autograd.grad",
+                    f" {self._num_replicas} replicas, because the step has not called self.manual_backward(loss) yet"
+                    " with sync_grad=True; call it in place of loss.backward() or torch.autograd.grad",
                     entry="manual-backward",
                 )
             self._check_averages(optimizer)

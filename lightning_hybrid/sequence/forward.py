@@ -25,7 +25,7 @@ from lightning_hybrid.sequence.positions import (
     shard_sequence,
 )
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.standins.tensors import materialize, materialize_call
+from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize
 from lightning_hybrid.tensor.collectives import Ranks, leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 
@@ -43,9 +43,12 @@ class FullSequence:
         """The running code works on the positions of all ranks from now on."""
         self.is_local = False
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The unit's arguments, lazy tensors gathered: in the unit, values that are no shards may differ by rank."""
-        return materialize_call(args, kwargs)
+    def begin(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of the unit's arguments, lazy tensors gathered; the same list if there are none.
+
+        In the unit, values that are no shards may differ by rank.
+        """
+        return [*map(materialize, leaves)] if any(map(_is_lazy, leaves)) else leaves
 
     def end(self, output: Any, *, keep_sharded: bool) -> Any:
         """The unit's result."""
@@ -68,6 +71,9 @@ class FullSequence:
     def summed(self, addend: Tensor, ranks: Ranks) -> Tensor:
         """The sum of the ranks' addends, of their shape."""
         return leave(addend, ranks)
+
+
+FULL_SEQUENCE = FullSequence()
 
 
 class ShardedSequence(FullSequence):
@@ -111,20 +117,18 @@ class ShardedSequence(FullSequence):
         plan: PositionsPlan,
         ranks: Ranks,
         context: Ranks,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        leaves: list[Any],
         *,
         learning: bool,
     ) -> FullSequence:
         """The sequence of a call of the unit: full in another kind of call, or with fewer positions than ranks."""
-        leaves, _ = flatten_call(args, kwargs)
         full = leaves[plan.leaf_index] if plan.leaf_index < len(leaves) else None
         if not isinstance(full, Tensor) or full.dim() != plan.num_dims:
-            return FullSequence()
+            return FULL_SEQUENCE
         length = full.shape[plan.dim]
         num_ranks = (1 if plan.by == "context" else ranks.size) * (1 if plan.by == "tensor" else context.size)
         if length < num_ranks or (plan.ring_attention and length < 2 * context.size):
-            return FullSequence()  # a ring has two chunks on each rank
+            return FULL_SEQUENCE  # a ring has two chunks on each rank
         sharding: AnySharding
         if plan.by == "both":
             sharding = TwoLevelSharding.of(plan.dim, length, context, ranks)
@@ -132,16 +136,15 @@ class ShardedSequence(FullSequence):
             sharding = SequenceSharding(plan.dim, length, ranks if plan.by == "tensor" else context)
         return cls(plan, sharding, tuple(full.shape[: plan.dim]), learning=learning)
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The unit's arguments with this rank's positions of the sequence; other lazy tensors are gathered."""
-        leaves, plain = flatten_call(args, kwargs)
+    def begin(self, leaves: list[Any]) -> list[Any]:
+        """The leaves with this rank's positions of the sequence; other lazy tensors are gathered."""
         index = self._plan.leaf_index
         leaves = [
             shard_sequence(leaf, self.sharding) if k == index else materialize(leaf) for k, leaf in enumerate(leaves)
         ]
         if "" in self._plan.shown:
             leaves[index] = self.represent(leaves[index], of_region="" in self._of_region)
-        return rebuild_call(leaves, args, kwargs, plain)
+        return leaves
 
     def end(self, output: Any, *, keep_sharded: bool) -> Any:
         """The unit's result: gathered, or a `SequenceShard` whose local positions the next unit uses."""
@@ -247,6 +250,10 @@ class ShardedSequence(FullSequence):
         """All-to-all: ``(local positions, features)`` of a context rank to ``(positions, local heads)``."""
         assert self.outer is not None
         return positions.to_heads(local, self.outer, self._plan.features[fqn])
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, ShardedTensorBase)
 
 
 def _is_inside(fqn: str, module: str) -> bool:

@@ -232,4 +232,4 @@ def plan_folder(trainer: Any) -> str | None:
         of_all_runs = os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name))
         if os.path.normpath(folder) == os.path.normpath(os.path.join(of_all_runs, version, "checkpoints")):
             folder = of_all_runs
-    return folder if _is_local_file_protocol(folder) else None
+    return os.path.join(folder, ".hybrid3d") if _is_local_file_protocol(folder) else None

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,6 +128,7 @@ class Zero(Technique):
 
     def build(self, run: Any, owner: Any) -> Active:
         """Group the local shards of parameters by layer and stage, and gather and reduce each group."""
+        from lightning_hybrid.params.reads.agreement import HookAgreement
         from lightning_hybrid.zero.group import ParameterGroup
         from lightning_hybrid.zero.ranks import ShardRanks, bytes_of_shards
         from lightning_hybrid.zero.sharding import ZeroSharding
@@ -161,13 +163,17 @@ class Zero(Technique):
         by_layer = self._is_short(run, sum(_full_bytes(p) for group in members.values() for p in group.values()))
         if setting.options.reshard_after_forward == "auto":
             by_layer = setting.world.decide(by_layer, all_ranks=False)
-        active = ZeroSharding(module, groups, ranks, device, per_layer=by_layer)
+        meet = partial(setting.world.rendezvous, compares=False)
+        agreements = [HookAgreement(each.shard, device, meet, "data") for each in ranks_on.values()]
+        active = ZeroSharding(module, groups, ranks, device, per_layer=by_layer, agreements=agreements)
         self._per_layer = by_layer
         if by_layer and ranks.shard.size() > 1:
             # Evaluation may leave the trace of a stage on some ranks, and uses full experts.
             active.gather_in_rounds(mesh, in_evaluation=mesh.size("pp") == 1 and len(ranks_on) == 1)
         if run.runner is not None and run.runner.guards is not None:  # a recording shows what steps read otherwise
             active.gather_on_read(run.runner.guards)
+            run.runner.guards.before_shard_access.append(active.writes.before_shards)
+            run.runner.guards.after_shard_access.append(active.writes.after_shards)
         run.until_end.callback(active.close)
         return active
 

@@ -89,6 +89,7 @@ class GroupRanks(Ranks):
         self.size = group.size()
         # gloo's reduce-scatter is an all-reduce, of twice the bytes.
         self._reduces_shares = dist.get_backend(group) != "gloo"
+        self.overlaps = self._memory is None and self.size > 1
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums a contiguous tensor of any shape over the ranks, in place."""
@@ -96,11 +97,6 @@ class GroupRanks(Ranks):
             self._memory.all_reduce(_as_real(tensor))
         else:
             dist.all_reduce(_as_real(tensor), group=self.group)
-
-    @property
-    def overlaps(self) -> bool:  # type: ignore[override]
-        """Whether a sum runs while this rank computes."""
-        return self._memory is None and self.size > 1
 
     def start_all_reduce(self, tensor: Tensor) -> Arriving:
         """Begins to sum a contiguous tensor of any shape over the ranks, in place."""

@@ -16,6 +16,7 @@ Rule = tuple[object, ...] | None
 Axis = Literal["tensor", "context"]
 SequenceAxes = Literal["tensor", "context", "both"]
 SequenceParallel = Literal["tensor"] | None  # sequence parallelism: positions sharded over tensor ranks between regions
+FOUND = "found"  # by the search
 RING = "ring attention"  # the first item of the sites of attention calls, whose rules say what the keys are
 NO_LINEAR = "no weight of a linear"  # the reason of parameters that no linear multiplies by
 ONE_TENSOR_RANK = "context ranks hold all parameters"
@@ -51,12 +52,12 @@ class Group:
     columns: tuple[str, ...]
     rows: tuple[str, ...] = ()  # FQNs of the row-parallel linears
     how: str = ""  # description of the variant that was proved, or the reason why an output is gathered
-    # description of the authority: the user's plan, the model's own plan, or the search ("found")
-    origin: str = "found"
+    origin: str = FOUND  # the authority: the search, the user's plan, or the model's own plan
 
     def __str__(self) -> str:
         rows = f" -> {', '.join(self.rows)}" if self.rows else ""
-        return f"{', '.join(fqn or 'it' for fqn in self.columns)}{rows} ({self.origin}: {self.how or self.role})"
+        authority = "" if self.origin == FOUND else f"{self.origin}: "
+        return f"{', '.join(fqn or 'it' for fqn in self.columns)}{rows} ({authority}{self.how or self.role})"
 
 
 @dataclass(frozen=True)

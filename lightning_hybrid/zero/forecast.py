@@ -17,10 +17,12 @@ class Forecast:
     Attributes:
         MOST: The most gathers of a forward that are foreseen.
         MOST_IN_BACKWARD: The same of a backward.
+        MORE: Follows those that are foreseen, if the forward or backward has more.
     """
 
     MOST: ClassVar[int] = 64
     MOST_IN_BACKWARD: ClassVar[int] = 4
+    MORE: ClassVar[int] = -3
 
     def __init__(self) -> None:
         """Foresee nothing, before any step has run."""
@@ -40,15 +42,24 @@ class Forecast:
         in_backward = torch._C._current_graph_task_id() != -1
         self._gathers += [(position, in_backward) for position in positions]
 
-    def following(self) -> list[int]:
-        """The gathers that come next, of the same forward or backward; none are foreseen in a part that is new."""
+    @property
+    def called(self) -> list[int]:
+        """The groups that this rank has gathered in the forward, in the order of their first calls."""
+        return list(dict.fromkeys(position for position, in_backward in self._gathers if not in_backward))
+
+    def following(self, skipped: int = 0) -> list[int]:
+        """The gathers that come next, of the same forward or backward, without the first ``skipped`` ones.
+
+        None are foreseen in a part that is new.
+        """
         before, is_repeated = self._parts.get(self._key, ([], False))
         count = len(self._gathers)
         if not is_repeated or not count or before[:count] != self._gathers:
             return []
         in_backward = self._gathers[-1][1]
-        same = itertools.takewhile(lambda gather: gather[1] == in_backward, before[count:])
-        return [position for position, _ in itertools.islice(same, self.MOST_IN_BACKWARD if in_backward else self.MOST)]
+        same = [position for position, _ in itertools.takewhile(lambda g: g[1] == in_backward, before[count:])]
+        same, most = same[skipped:], self.MOST_IN_BACKWARD if in_backward else self.MOST
+        return [*same[:most], self.MORE] if len(same) > most else same
 
     def end_part(self) -> None:
         """End a part of a step; one without gathers is none."""

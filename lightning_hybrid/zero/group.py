@@ -32,6 +32,7 @@ from lightning_hybrid.zero.messages import GradientMessages
 from lightning_hybrid.zero.ranks import ShardRanks
 from lightning_hybrid.zero.rows import ShardRows
 from lightning_hybrid.zero.storage import StorageDevices, StoredShards
+from lightning_hybrid.zero.writes import GroupWrites
 
 # torch 2.13 gave the collectives on single tensors new names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,6 +48,8 @@ class ParameterGroup:
         is_full: Whether the parameters hold full tensors.
         trained: FQNs of those that take gradients in this step.
         messages: In which their gradients are reduced.
+        ranks: Over which they are sharded.
+        writes: What a step of the user has written to those that are sharded.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class ParameterGroup:
         They are of one dtype; those without a placement are full on every rank. ``region`` is of a file, for
         ``bytes_of_shards`` bytes; gradients of ``sparse`` ones are sparse in their first dim.
         """
-        self.fqn, self.parameters, self._ranks, self.keeps_full = fqn, dict(parameters), ranks, keeps_full
+        self.fqn, self.parameters, self.ranks, self.keeps_full = fqn, dict(parameters), ranks, keeps_full
         self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
         self._placements = {name: placements[name] for name in parameters if name in placements}
         self.region = region
@@ -77,6 +80,7 @@ class ParameterGroup:
         for name in self._placements:
             store.reshard(parameters[name], self._shards.shown(name))
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.writes = GroupWrites({name: parameters[name] for name in self._placements})
         self.messages = GradientMessages(shapes, self._placements, ranks, sparse)
         self._rows = ShardRows({name: shapes[name] for name in self._placements}, self._placements, self._size)
         self._row_numel = aligned_numel(self._rows.numel, self._sent_dtype)
@@ -108,7 +112,7 @@ class ParameterGroup:
 
     def gather_through(self, groups: Mapping[dist.ProcessGroup, dist.ProcessGroup]) -> None:
         """Send shards through another group of the same ranks, by the group of the shard, that nothing else uses."""
-        self._gather_group = groups[self._ranks.shard]
+        self._gather_group = groups[self.ranks.shard]
 
     def guard_reads(self, gather: GatherCallbacks) -> None:
         """Gather parameters when code outside the layer reads them."""
@@ -191,6 +195,7 @@ class ParameterGroup:
             if name in self._placements:
                 store.gather(parameter, self._full[name])
         self.is_full = True
+        self.writes.begin()
 
     def _unpack(self, rows: Tensor) -> None:
         """Copy the shards of all ranks, [ranks, numel], into the full parameters."""
@@ -206,7 +211,7 @@ class ParameterGroup:
     def free(self) -> None:
         """Free full parameters between a layer's forward and its backward; their shape stays the full one."""
         if self.is_full and not self.keeps_full and not self._is_read:
-            self._copy_rebound()
+            self.writes.collect(self._full)
             self._write_back()
             self._nothing.fill_(self._no_value)  # what reads find that nothing intercepts
             for name, freed in self._freed.items():
@@ -235,7 +240,7 @@ class ParameterGroup:
             self._gathering[0].wait()
             self._gathering = None
         if self.is_full:
-            self._copy_rebound()
+            self.writes.collect(self._full)
         if self.is_full and self.has_own_shards and not self._is_pinned:
             self._write_back()
         for name in self._gradients:  # of parameters that were gathered; others show their shards already
@@ -252,14 +257,6 @@ class ParameterGroup:
         self.is_full = False
 
     @torch.no_grad()
-    def _copy_rebound(self) -> None:
-        """Copy back tensors that a step has assigned to full parameters: ``p.data = 0.9 * p.data + 0.1 * q.data``."""
-        for name in self._placements:
-            parameter, full = self.parameters[name], self._full[name]
-            if parameter.data_ptr() != full.data_ptr() and parameter.shape == full.shape:
-                full.copy_(parameter.data)
-
-    @torch.no_grad()
     def _write_back(self) -> None:
         """Copy what a step may have written to full parameters into the local shards."""
         own = {name: full.as_strided(*self._own_views[name]) for name, full in self._full.items()}
@@ -270,7 +267,7 @@ class ParameterGroup:
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Gather the gradients of earlier batches into full parameters; collective, unless they are full already."""
-        axis = AxisSharding(self._ranks.shard, self._placements)
+        axis = AxisSharding(self.ranks.shard, self._placements)
         for name, gradient in self._gradients.items():
             parameter = self.parameters[name]
             if gradient is not None and name in self._placements and gradient.shape != parameter.shape:
@@ -363,7 +360,7 @@ class ParameterGroup:
         if gradient is None:
             gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
         if (placement := self._placements.get(name)) is not None:
-            gradient = AxisSharding(self._ranks.shard, self._placements).unshard(gradient, placement)
+            gradient = AxisSharding(self.ranks.shard, self._placements).unshard(gradient, placement)
         self._accumulated[name] = gradient.to(self._empty.device)
 
     @below_read_guards
@@ -483,12 +480,13 @@ class ParameterGroup:
                 if name in self._placements and self.is_full and self.has_own_shards:
                     # What `reshard` writes back to the shard.
                     self._shard_of(name, self._full[name], self._rank).copy_(shard)
+            self.writes.begin()
             self.gather_on_read()
 
     @below_read_guards
     def _show_shards(self, names: list[str]) -> None:
         if self.is_full and self.has_own_shards:  # with what the step has written
-            self._copy_rebound()
+            self.writes.collect(self._full)
             self._write_back()
         for name in names:
             parameter = self.parameters[name]

@@ -8,7 +8,9 @@ the order of the layers. A rank whose backward is over goes on to join rounds un
 Where two steps before made the same gathers, a rank announces in a round those that will follow, and all ranks agree on
 what all of them announce. An agreed gather needs no round: each rank launches it when it comes to it, or, with all that
 are left, before its next round, and drops what it does not need. So between two rounds all ranks launch the same
-gathers in the same order, and all launch them before they wait in a round.
+gathers in the same order, and all launch them before they wait in a round. Where all ranks foresee that more will
+follow, they agree on that as well: each runs the next round when it comes to the last agreed gather, so that what comes
+after it arrives while that layer computes.
 
 [Note: few are agreed] A rank that needs another layer waits until the others have passed all that is agreed, so these
 must not wait for it: not for sums of gradients, whose launch only a round shows, and which a backward must not collect;
@@ -64,6 +66,8 @@ class GatherRounds:
         gathers = {mesh.group(axis): mesh.dedicated_group(axis, "gathers") for axis in axes}
         self._groups, self._reductions, self.forecast = list(groups), reductions, Forecast()
         self._agreed: deque[int] = deque()  # to launch before the next round, by position of the group
+        self._called: list[int] = []  # in the latest forward
+        self._last_agreed = _NONE  # where the next round is run, if all ranks foresee what follows
         self._early: set[int] = set()  # launched before they were requested
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
         self._positions = {id(group): position for position, group in enumerate(self._groups)}
@@ -85,11 +89,19 @@ class GatherRounds:
         while missing:
             row, missing = missing[:_SLOTS], missing[_SLOTS:]
             self._run_round(row, [] if missing else self._following(prefetched))
+        if self._last_agreed in wanted and not self._agreed:
+            self._early.update(foreseen := self.forecast.following()[:1])
+            self._run_round(foreseen, self.forecast.following(1))
         while self._agreed and len(self._early) < len(requested) and not self._groups[self._agreed[0]].is_full:
             self._early.add(self._agreed[0])
             self._launch_agreed(self._early)
         for group in requested:
             group.gather()
+
+    def begin_backward(self) -> None:
+        """Let reductions of gradients follow the layers that ranks have called."""
+        self._called = self.forecast.called or self._called  # of a schedule, a backward may follow another one
+        self._reductions.follow([self._groups[position] for position in self._called])
 
     def _following(self, prefetched: Sequence[ParameterGroup]) -> list[int]:
         """The gathers that this rank expects to come next."""
@@ -114,6 +126,7 @@ class GatherRounds:
             while self._agreed:
                 self._groups[self._agreed.popleft()].join_gather(self._unneeded, is_needed=False)
         self._early.clear()
+        self._last_agreed = _NONE
 
     @below_read_guards
     def _launch_agreed(self, needed: Iterable[int]) -> None:
@@ -127,18 +140,24 @@ class GatherRounds:
     def _run_round(self, requested: Sequence[int], following: Sequence[int]) -> bool:
         """Run one round; returns whether all ranks are done."""
         self._unneeded[:] = [pair for pair in self._unneeded if not pair[0].is_completed()]
-        row = [*requested, *[_NONE] * (_SLOTS - len(requested)), self._reductions.num_launched]
-        sent = torch.tensor([*row, *following, *[_NONE] * (Forecast.MOST - len(following))])
+        row = [*requested, *[_NONE] * (_SLOTS - len(requested))]
+        row += [self._reductions.num_launched, self._reductions.num_foreseen]
+        sent = torch.tensor([*row, *following, *[_NONE] * (Forecast.MOST + 1 - len(following))])
         rows = torch.stack(list(start_all_gather(sent, self._headers)()))
         self._reductions.receive(int(rows[:, _SLOTS].min()))
+        self._last_agreed = _NONE
         if bool((rows[:, 0] == _DONE).all()):
             return True
         for position in rows[:, :_SLOTS].unique().tolist():  # sorted
             if position >= 0:
                 self._groups[position].join_gather(self._unneeded, is_needed=position in requested)
-        announced = rows[:, _SLOTS + 1 :]
+        self._reductions.allow(int(rows[:, _SLOTS + 1].min()))
+        announced = rows[:, _SLOTS + 2 :]
         is_agreed = (announced == announced[0]).all(0) & (announced[0] != _NONE)
-        self._agreed.extend(following[: int(is_agreed.cumprod(0).sum())])
+        agreed = following[: int(is_agreed.cumprod(0).sum())]
+        self._agreed.extend(position for position in agreed if position != Forecast.MORE)
+        if Forecast.MORE in agreed:
+            self._last_agreed = agreed[-2]
         return False
 
 

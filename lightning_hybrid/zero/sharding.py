@@ -32,17 +32,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.host_copies import HostReads
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.params.guards import GatherCallbacks, ReadGuards
+from lightning_hybrid.params.reads.agreement import HookAgreement
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import GradientHook
 from lightning_hybrid.techniques.technique import Active
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.ranks import ShardRanks
-from lightning_hybrid.zero.reductions import Reductions
+from lightning_hybrid.zero.reductions import Reductions, finish_reductions
+from lightning_hybrid.zero.replica_writes import ReplicaWrites
 from lightning_hybrid.zero.rounds import GatherRounds, agree_on_step
 from lightning_hybrid.zero.saved_views import ParameterView, SavedViews
 
@@ -55,6 +56,7 @@ class ZeroSharding(Active):
     Attributes:
         per_layer: Whether each layer is gathered separately (the second policy).
         running_layers: FQNs of layers whose forward runs.
+        writes: Compared at the end of steps.
     """
 
     reduces_gradients = True
@@ -67,8 +69,9 @@ class ZeroSharding(Active):
         device: torch.device,
         *,
         per_layer: bool,
+        agreements: Sequence[HookAgreement] = (),
     ) -> None:
-        """Take over groups of sharded parameters.
+        """Take over groups of sharded parameters, and the ``agreements`` of ranks that hold shards of some.
 
         They are by the stage after whose last backward their gradients are complete, each in forward order. The FQN of
         a group is that of a layer whose forward is all that reads its parameters, or "".
@@ -95,6 +98,7 @@ class ZeroSharding(Active):
         self._evaluates_in_rounds = self._settles_forwards = False
         self._is_evaluating, self._same_microbatches, self._is_full_step = False, True, False
         self.running_layers: set[str] = set()
+        self.writes = ReplicaWrites(self._all, agreements)
         self._saved_views: dict[frozenset[str], SavedViews] = {}
         self._read_before_backward: set[str] = set()  # FQNs of layers with hooks that run before their first node
         self._in_backward: set[str] = set()  # FQNs of layers that are full since a backward reached them
@@ -194,34 +198,35 @@ class ZeroSharding(Active):
         A step without a backward has no microbatches. Where other ranks have more or fewer, all layers are gathered for
         the whole step.
         """
-        self.check()
-        if self._rounds is not None:
-            self._rounds.forecast.begin_step()
-        if num_microbatches:
-            self._agree(num_microbatches)
-        if not self._is_evaluating:
-            for group in self._all:
-                group.move_to_storage()
-            # Also under the second policy, groups of more than one layer are gathered for the whole step.
-            for group in self._outside if self._by_layer else self._all:
-                group.launch_gather()
-        for group in self._all if self._is_evaluating else self._outside:
-            group.gather()
-        for group in self._all:
-            group.gather_on_read()
-        try:
-            yield
-            if num_microbatches:
-                self.settle()
-                self._finish()
-        finally:
-            self._reductions.reset()
+        with self.writes.compared():
+            self.check()
             if self._rounds is not None:
-                self._rounds.end_step()
-            self._same_microbatches = True
-            self._in_backward.clear()
+                self._rounds.forecast.begin_step()
+            if num_microbatches:
+                self._agree(num_microbatches)
+            if not self._is_evaluating:
+                for group in self._all:
+                    group.move_to_storage()
+                # Also under the second policy, groups of more than one layer are gathered for the whole step.
+                for group in self._outside if self._by_layer else self._all:
+                    group.launch_gather()
+            for group in self._all if self._is_evaluating else self._outside:
+                group.gather()
             for group in self._all:
-                group.reshard()
+                group.gather_on_read()
+            try:
+                yield
+                if num_microbatches:
+                    self.settle()
+                    self._finish()
+            finally:
+                self._reductions.reset()
+                if self._rounds is not None:
+                    self._rounds.end_step()
+                self._same_microbatches = True
+                self._in_backward.clear()
+                for group in self._all:
+                    group.reshard()
 
     @contextlib.contextmanager
     def user_step(self, are_averaged: Callable[[], bool] = lambda: True) -> Iterator[None]:
@@ -230,21 +235,22 @@ class ZeroSharding(Active):
         It may read and write them between any two of its lines. Gradients that are no averages over replicas when it
         ends are different on each replica, so no rank has only a shard of its own until they are averaged.
         """
-        self.check()
-        for group in self._all:
-            group.launch_gather()
-        for group in self._all:
-            group.gather()
-            group.gather_gradients()
-        self._is_full_step = True
-        try:
-            yield
-        finally:
-            self._is_full_step = False
+        with self.writes.compared(is_user_step=True):
+            self.check()
             for group in self._all:
-                if are_averaged():
-                    group.shard_gradients()
-                group.reshard()
+                group.launch_gather()
+            for group in self._all:
+                group.gather()
+                group.gather_gradients()
+            self._is_full_step = True
+            try:
+                yield
+            finally:
+                self._is_full_step = False
+                for group in self._all:
+                    if are_averaged():
+                        group.shard_gradients()
+                    group.reshard()
 
     def _agree(self, num_microbatches: int) -> None:
         """Agree with the ranks of the shard on the messages of a step."""
@@ -283,6 +289,8 @@ class ZeroSharding(Active):
                 group.show_accumulated()
         if is_last or self._by_layer:
             self._reductions.begin(list(reversed(self._groups.get(stage, []))))
+        if self._rounds is not None and self._by_layer:
+            self._rounds.begin_backward()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._reductions.add(self._group_of[id(parameter)], parameter)
@@ -293,7 +301,7 @@ class ZeroSharding(Active):
             return
         self.settle()
         self._reductions.launch_rest()
-        _finish_reductions(self._groups.get(stage, []))
+        finish_reductions(self._groups.get(stage, []))
         if self._by_layer:
             self._in_backward.clear()
             for group in itertools.chain(*self._layers.values()):
@@ -304,7 +312,7 @@ class ZeroSharding(Active):
         late = self._groups.get(None, [])
         for group in reversed(late):
             group.launch_reduce()
-        _finish_reductions(late)
+        finish_reductions(late)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -477,15 +485,6 @@ class ZeroSharding(Active):
         self._hooks = {}
         for group in self._all:
             group.invalidate_lost()
-
-
-def _finish_reductions(groups: Sequence[ParameterGroup]) -> None:
-    """Wait for the averages of groups; the host reads once which parameters have one."""
-    reads = HostReads()
-    for group in reversed(groups):
-        group.complete_reduce(reads)
-    for group in reversed(groups):
-        group.finish_reduce()
 
 
 def _has_hooks_after(parameter: Tensor) -> bool:

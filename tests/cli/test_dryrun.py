@@ -58,7 +58,7 @@ def test_ranks_of_a_large_world(capsys, most_elements):
 def test_each_rank_of_two_stages_has_its_share(capsys):
     status, content = dry_run(capsys, f"{CLASSES}:Stack", "--layout", "tp=2,pp=2", "--rank", "all", "-v")
     assert status == 0 and len(content["rank"]) == 4
-    assert content["tensor_plans"]["layers.0"][0] == "0 -> 2 (found: by output features)"
+    assert content["tensor_plans"]["layers.0"][0] == "0 -> 2 (split by output features)"
     numels = {}
     for rank in content["rank"]:
         for name, shape in rank["shapes"].items():
@@ -236,7 +236,7 @@ def test_gpt_3_on_3072_ranks():
     assert [rank["coordinates"]["pp"] for rank in content["rank"]] == [0, 37, 63]
     assert not content["notes"]
     lines = content["tensor_plans"]["model.transformer.h.0.attn"]
-    assert lines[0] == "c_attn -> c_proj (found: in 3 pieces, offsets divided)"
+    assert lines[0] == "c_attn -> c_proj (attention split by heads over 8 ranks)"
     # 96 layers on 64 stages: 8 units of a block and a half.
     assert content["rank"][1]["parameters"] == pytest.approx(1.5 * 12 * 12288**2 / 8, rel=0.25)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60

@@ -129,7 +129,7 @@ def test_printed_columns_of_memory_add_up(capsys, command):
 def test_text_names_units_stages_and_plans(capsys):
     assert main(["explain", f"{CLASSES}:Stack", "--module.num_layers", "2", "--layout", "pp=2,tp=2"]) == 0
     out = capsys.readouterr().out
-    assert "layers.0" in out and "stage 1 in all" in out and "0 -> 2 (found: by output features)" in out
+    assert "layers.0" in out and "stage 1 in all" in out and "0 -> 2 (split by output features)" in out
 
 
 def test_phases_are_named_on_standard_error(capsys):
@@ -137,7 +137,11 @@ def test_phases_are_named_on_standard_error(capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out)["refused"] is None
     names = [line.partition("explain: ")[2].partition(" (after")[0] for line in captured.err.splitlines()]
-    expected = ["importing the classes", "making the module and its data", "recording the step on one batch"]
+    expected = [
+        "importing torch, Lightning and your module",
+        "making the module and its data",
+        "recording the step on one batch",
+    ]
     expected += ["searching plans of layers for tensor and context ranks", "estimating memory"]
     assert [name for name in names if name in expected] == expected
 

@@ -64,13 +64,11 @@ BY_LAYER = Layout("zero3 by layer", 2, {"num_microbatches": 1, "zero_stage": 3, 
 
 @pytest.mark.parametrize("name", ["SwitchClassifier", "LayerDrop"])
 def test_layers_that_only_some_ranks_call(worlds, name):
-    """A sum of gradients waits for a rank that does not use the layer, and so for its other gathers; no gather does."""
+    """No sum of gradients waits for a rank that does not use the layer before other gathers."""
     recorded = RecordedWorlds(worlds, observe_and_save)
     outcome = Checked(recorded, CASES[name]).outcome(BY_LAYER)
     assert outcome.is_parity, f"{outcome.summary}: {outcome.reason}"
-    found = judges.judge(recorded.traces)
-    assert found.keys() <= {"stuck_in_one_queue", "stuck_at_allocations"}
-    assert not [text for texts in found.values() for text in texts if "zero/group.py" in text]
+    assert judges.judge(recorded.traces) == {}
 
 
 def test_a_backward_over_expert_ranks_waits_where_that_of_replicas_does(worlds):

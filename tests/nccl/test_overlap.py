@@ -49,7 +49,7 @@ LAYOUTS = {
     "tp2": (Run(GPT2Wide, tp=2, num_batches=3), fit, {SUM: 1.0}),
     "sequence": (Run(GPT2Wide, tp=2, sequence=True, num_batches=3), fit, {REGATHER: 1 / 4}),
     "ring": (Run(GPT2OneHead, cp=2, num_batches=3), fit, {SHIFT: 2 / 3}),
-    "zero3": (Run("GPT2", dp=2, num_batches=5, strategy=BY_LAYER), fit, {GATHER: 0.3, REDUCE: 0.3}),
+    "zero3": (Run("GPT2", dp=2, num_batches=5, strategy=BY_LAYER), fit, {GATHER: 0.6, REDUCE: 0.3}),
     "dp2": (Run("GPT2", dp=2, num_batches=3), fit_with_small_buckets, {BUCKET: 3 / 4}),
     "pp2": (Run("GPT2", pp=2, num_batches=3, microbatches=4), fit, {SEND: 1 / 2, RECEIVE: 1 / 2}),
     "zero_bubble": (

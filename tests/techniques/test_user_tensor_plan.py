@@ -40,7 +40,7 @@ def test_user_plan_is_applied_by_stage_and_layer(worlds):
     assert not plans["layers.1"].num_sharded and plans["layers.2"].num_sharded and plans["head"].num_sharded
     assert ranks[3].plans == plans
     text = "\n".join(lines_of_layers({fqn: plan.lines() for fqn, plan in plans.items()}))
-    assert "layers.0 .. layers.3 (3)\n    0 -> 2 (your plan: by output features)" in text
+    assert "layers.0 .. layers.3 (3)\n    0 -> 2 (your plan: split by output features)" in text
     assert "replicated (your plan has 'layers.1': 'replicated')" in text
 
 
@@ -84,7 +84,7 @@ def test_second_run_only_proves_cached_plans(worlds, tmp_path):
             assert plan.groups == second[fqn].groups and plan.placements == second[fqn].placements
     texts = [line for text in ranks[0][1] for line in text.splitlines() if line.startswith("plans of layers")]
     assert texts[0].startswith("plans of layers: 3 searched, 0 read from ") and "0 searched, 3 read from" in texts[1]
-    file = tmp_path / "checkpoints" / FILE_NAME
+    file = tmp_path / "checkpoints" / ".hybrid3d" / FILE_NAME
     assert json.loads(file.read_text())["plans"] and not [name for name in os.listdir(file.parent) if name[0] == "."]
 
 
@@ -98,10 +98,10 @@ def trainer_with(dirpath, *loggers, fast_dev_run=False):
 def test_plans_are_written_where_the_next_run_reads_them():
     numbered = SimpleNamespace(save_dir="/logs", name="gpt", version=3)
     named = SimpleNamespace(save_dir=None, name="gpt", version="abc")
-    assert plan_folder(trainer_with("/mine")) == "/mine"
-    assert plan_folder(trainer_with("/mine", numbered)) == "/mine"
-    assert plan_folder(trainer_with("/logs/gpt/version_3/checkpoints", numbered)) == "/logs/gpt"
-    assert plan_folder(trainer_with("/root/gpt/abc/checkpoints", named)) == "/root/gpt"
+    assert plan_folder(trainer_with("/mine")) == "/mine/.hybrid3d"
+    assert plan_folder(trainer_with("/mine", numbered)) == "/mine/.hybrid3d"
+    assert plan_folder(trainer_with("/logs/gpt/version_3/checkpoints", numbered)) == "/logs/gpt/.hybrid3d"
+    assert plan_folder(trainer_with("/root/gpt/abc/checkpoints", named)) == "/root/gpt/.hybrid3d"
     assert plan_folder(trainer_with(None)) is None
     assert plan_folder(trainer_with("memory://mine")) is None
     assert plan_folder(trainer_with("/mine", fast_dev_run=1)) is None

@@ -34,7 +34,7 @@ def test_round_trip(plan):
 def test_plan_without_shards_says_why():
     plan = UnitPlan.unsharded(nn.Linear(2, 2), 2, "too small")
     assert plan.num_sharded == 0 and plan.lines() == ["replicated (too small): weight, bias"]
-    assert PLAN.num_sharded == 1 and PLAN.lines()[0] == "up -> down (found: heads)"
+    assert PLAN.num_sharded == 1 and PLAN.lines()[0] == "up -> down (heads)"
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,11 @@
 """A sharded unit has its shards for one forward; draws differ by rank only inside of it."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_hybrid.tensor.region import RankDraws, mark, mark_all, sharded_over, tensors_in
-from lightning_hybrid.tensor.runtime.swaps import (
-    find_slots,
-    put_attributes,
-    put_forwards,
-    put_tensors,
-)
+from lightning_hybrid.tensor.runtime.swaps import Swaps, find_attributes, find_slots, put_forwards, put_tensors
 
 
 class Tied(nn.Module):
@@ -30,9 +23,9 @@ def test_shared_parameter_is_replaced_everywhere_and_restored():
     unit = Tied()
     modules, weight = dict(unit.named_modules()), unit.first.weight
     slots = find_slots(modules, ["first.weight"])
-    with ExitStack() as undo:
+    with Swaps() as swaps:
         shard = torch.zeros(1, 2)
-        put_tensors(slots, {"first.weight": shard}, undo)
+        put_tensors(slots, {"first.weight": shard}, swaps)
         assert unit.first._parameters["weight"] is shard and unit.second._parameters["weight"] is shard
     assert unit.first.weight is weight and unit.second.weight is weight
 
@@ -40,9 +33,10 @@ def test_shared_parameter_is_replaced_everywhere_and_restored():
 def test_attributes_and_forwards_are_restored_after_an_error():
     unit = Tied()
     modules = dict(unit.named_modules())
-    with pytest.raises(ZeroDivisionError), ExitStack() as undo:
-        put_attributes(modules, {"": {"num_heads": 2}}, undo)
-        put_forwards(modules, {"": None, "first": torch.neg}, undo)
+    with pytest.raises(ZeroDivisionError), Swaps() as swaps:
+        for attribute in find_attributes(modules, {"": {"num_heads": 2}}):
+            swaps.put(*attribute)
+        put_forwards(modules, {"": None, "first": torch.neg}, swaps)
         assert unit.num_heads == 2 and unit.first(torch.ones(1, 2)).tolist() == [[-1, -1]]
         raise ZeroDivisionError
     assert unit.num_heads == 4 and "forward" not in vars(unit.first) and "forward" not in vars(unit)

@@ -126,3 +126,17 @@ def test_parts_are_foreseen_once_they_repeat():
     forecast.begin_step()
     forecast.add([0])
     assert forecast.following() == []
+
+
+def test_what_is_foreseen_ends_with_a_mark_if_more_follows():
+    forecast, most = Forecast(), Forecast.MOST
+    for _ in range(2):
+        forecast.begin_step()
+        forecast.add(range(most + 3))
+        forecast.end_part()
+    forecast.begin_step()
+    forecast.add([0])
+    assert forecast.following() == [*range(1, most + 1), Forecast.MORE]
+    assert forecast.following(2) == [*range(3, most + 3)]
+    forecast.add([1, 2])
+    assert forecast.following() == [*range(3, most + 3)]

@@ -71,6 +71,9 @@ def recognise(module: nn.Module) -> DenseMLP:
         drawn = torch.randn(parameter.shape, generator=generators[0], dtype=torch.float64)
         probe.get_parameter(name).copy_(drawn * scale)
     dim, takes_rows = _find_dim(probe, generators[1])
+    matrices = sum(parameter.dim() > 1 for parameter in module.parameters())
+    if matrices < 2:
+        raise NotAnMLP(f"has {'one weight matrix' if matrices else 'no weight matrix'}, and an MLP has two or more")
     unknown = DenseMLP(dim, takes_rows)
     if len({parameter.requires_grad for parameter in probe.parameters()}) > 1 or any(True for _ in probe.buffers()):
         return unknown

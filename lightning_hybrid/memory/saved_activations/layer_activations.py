@@ -336,9 +336,11 @@ class GradientError:
                 found.append(torch.autograd.grad([edge], trained, [gradient], retain_graph=True, allow_unused=True))
             for each in alive:
                 each.keep_exact(None)
-            for exact, compressed in zip(*found, strict=True):
-                if exact is not None and compressed is not None:
-                    self.sums[0] += float((compressed - exact).double().square().sum())
-                    self.sums[1] += float(exact.double().square().sum())
+            each_gradient = zip(*found, strict=True)
+            pairs = [(one, other) for one, other in each_gradient if one is not None and other is not None]
+            errors = [float((other - one).double().square().sum()) for one, other in pairs]
+            if any(errors):  # else nothing that it stores is rounded, such as masks and indices
+                self.sums[0] += sum(errors)
+                self.sums[1] += sum(float(one.double().square().sum()) for one, _ in pairs)
 
         handle = outputs[0].register_hook(on_gradient)

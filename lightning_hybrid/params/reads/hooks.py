@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_hybrid.collectives.tensors import digest_of_bits
 from lightning_hybrid.errors import GlobalReadError
 from lightning_hybrid.params.pickles import pickles_by, reduce_for_pickle
 from lightning_hybrid.params.reads.agreement import HookAgreement
@@ -67,7 +68,7 @@ class HookReads(GatherOnRead):
             self._buffers = HookBuffers(buffers, stage_ranks, stages.group, stages.device)
         self._shared = {id(parameter) for name, parameter in parameters.items() if self._stages.is_shared(name)}
         self._gradients = WeakIdKeyDictionary()  # FQN by what this rank holds of a gradient
-        self._hook, self._is_complete = "", True
+        self._hook, self._is_complete, self._compares_writes = "", True, True
         # In this hook: the parameters that have a gradient on their ranks, and stand-ins for gradients of other ranks.
         self._kinds: dict[str, int] = {}  # by FQN, as from `_kind_of`
         self._stand_ins: dict[str, Tensor | None] = {}
@@ -82,21 +83,24 @@ class HookReads(GatherOnRead):
         return HookReads(self._parameters, self._shards, self._shard_ranks, over_replicas=self._over_replicas)
 
     @contextlib.contextmanager
-    def hook(self, name: str, *, is_complete: bool = True, is_on_all_ranks: bool = True) -> Iterator[None]:
+    def hook(
+        self, name: str, *, is_complete: bool = True, is_on_all_ranks: bool = True, compares_writes: bool = True
+    ) -> Iterator[None]:
         """Run a hook inside, which reads the full model; nested hooks count as one. Collective.
 
         ``is_complete`` says whether gradients of shared parameters are summed over their ranks, ``is_on_all_ranks``
-        whether all ranks run this hook also if it reads nothing.
+        whether all ranks run this hook also if it reads nothing, ``compares_writes`` whether it may write what is
+        computed from the batch of one replica.
 
         Raises:
-            RanksDisagree: Some ranks read what others do not.
+            RanksDisagree: Some ranks read what others do not, or replicas write other values to what they shard.
         """
         outer, self._hook = self._hook, name
         try:
             if outer:
                 yield
                 return
-            self._is_complete = is_complete
+            self._is_complete, self._compares_writes = is_complete, compares_writes and self._over_replicas
             with contextlib.ExitStack() as stack:
                 if self._stage_ranks is not None:
                     stack.enter_context(self._stage_ranks.checked_hook(name, is_on_all_ranks=is_on_all_ranks))
@@ -190,6 +194,22 @@ class HookReads(GatherOnRead):
             self._stage_ranks.agree_on(self._hook, what)
         if any(name in self._shards.names and not is_absent(tensor) for name, tensor in tensors):
             self._shard_ranks.agree_on(self._hook, what)
+
+    def _write(self, name: str, full: Tensor, tensor: Tensor) -> None:
+        if self._compares_writes and name in self._shards.names and not is_absent(tensor):
+            self._shard_ranks.has_written(name, digest_of_bits(full.coalesce().values() if full.is_sparse else full))
+        super()._write(name, full, tensor)
+
+    def _runs_here(self, name: str, first: Tensor, others: Sequence[Any]) -> bool:
+        """Whether an operation writes element by element; its numbers are compared, since the result is not here."""
+        runs = super()._runs_here(name, first, others)
+        fqn = self._name_of(first) or ""
+        if runs and self._compares_writes and fqn in self._shards.names and not is_absent(first):
+            with torch._C.DisableTorchFunction():
+                for number in others:
+                    if isinstance(number, Tensor | int | float | complex):
+                        self._shard_ranks.has_written(fqn, digest_of_bits(torch.as_tensor(number)))
+        return runs
 
     def _refuse(self, operation: str, tensor: Tensor) -> None:
         if self._stage_ranks is None:  # of another stage, and left alone

@@ -110,6 +110,11 @@ class ModelCosts:
     correction: Correction | None = None
 
     @property
+    def is_sequence(self) -> bool:
+        """Whether samples have positions, which ranks can divide."""
+        return self.positions > 1
+
+    @property
     def parameters(self) -> int:
         """Number of parameters."""
         return sum(layer.parameters * layer.count for layer in self.layers)

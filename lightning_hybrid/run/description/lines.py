@@ -13,12 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.predict.ranks import Place, RankMemory
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.schedule import Portals, simulate
 from lightning_hybrid.step.standins.tensors import full_shape
-from lightning_hybrid.text import counted, sized
+from lightning_hybrid.text import counted, sized, spanned_names
 from lightning_hybrid.version import __version__
 
 if TYPE_CHECKING:
@@ -113,12 +114,18 @@ def predicted_bubble(run: Run, assignment: Assignment, num_microbatches: int) ->
     return simulate(schedule, portals, forward_seconds=costs, backward_seconds=[2 * cost for cost in costs]).bubble
 
 
-def describe_parameters(setting: Setting) -> str:
-    """Return the line on the numbers of trained and frozen parameters."""
+def describe_parameters(setting: Setting, graph: StepGraph | None) -> str:
+    """Return the line on the numbers of trained and frozen parameters, and those that a recorded step does not use."""
     numbers = {True: 0, False: 0}
     for parameter in setting.module.parameters():
         numbers[parameter.requires_grad] += math.prod(full_shape(parameter))
-    return f"parameters: {numbers[True]:,} trained, {numbers[False]:,} frozen"
+    line = f"parameters: {numbers[True]:,} trained, {numbers[False]:,} frozen"
+    if graph is None:
+        return line
+    used = {name for node in graph.nodes for name in node.parameters}
+    trained = [name for name, parameter in setting.module.named_parameters() if parameter.requires_grad]
+    unused = [name for name in trained if name not in used]
+    return line + (f"; not used by the step: {spanned_names(unused)}" if unused else "")
 
 
 def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str:

@@ -81,7 +81,7 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         with only_informs("the estimated memory"):
             memory = _expected_memory(run, optimizers, count, rank_of)
         head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch)]
-        head += [*describe_embeddings(setting), describe_parameters(setting)]
+        head += [*describe_embeddings(setting), describe_parameters(setting, None if first is None else first.graph)]
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         if memory is not None:
             rest.append(describe_memory(memory_of_ranks(memory, run), is_upper_bound=is_upper_bound))

@@ -412,7 +412,7 @@ class StepExecution(OwnedByRun):
                 self.recorder.add_since_last(Action(Kind.B, 0, 0))
             self._after_plain_backward()
         if (connected := self.optimization.connected) is not None:
-            connected.begin_averaging()
+            connected.has_run_backward(averages=self.is_syncing)
         for policy in self.policies:
             policy.after_backward(is_complete=self.is_syncing)
         return plugin.post_backward(loss, module)

@@ -20,6 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
 LEAF = None
+_LEAF_TYPES = frozenset(
+    {Tensor, nn.Parameter, FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device}
+)
 
 
 class Spec(NamedTuple):
@@ -33,6 +36,9 @@ def flatten(value: Any, leaves: list[Any] | None = None) -> tuple[list[Any], Spe
     """Leaves of ``value`` in a fixed order, appended to ``leaves`` if given, and the spec that rebuilds it."""
     if leaves is None:
         leaves = []
+    if type(value) in _LEAF_TYPES:
+        leaves.append(value)
+        return leaves, LEAF
     opened = children_of(value)
     if opened is None:
         leaves.append(value)
@@ -41,18 +47,16 @@ def flatten(value: Any, leaves: list[Any] | None = None) -> tuple[list[Any], Spe
     return leaves, Spec(build, tuple([flatten(child, leaves)[1] for child in children]))
 
 
-_LEAF_TYPES = frozenset(
-    {Tensor, nn.Parameter, FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device}
-)
-
-
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
     """The leaves of ``flatten((args, kwargs))``, and whether each argument is one leaf; fast in that case."""
-    leaves = [*args, *kwargs.values()]
-    for leaf in leaves:
-        if type(leaf) not in _LEAF_TYPES:
-            return flatten((args, kwargs))[0], False
-    return leaves, True
+    leaves: list[Any] = []
+    plain = True
+    for value in (*args, *kwargs.values()):
+        if type(value) in _LEAF_TYPES:
+            leaves.append(value)
+        else:
+            plain = flatten(value, leaves)[1] is LEAF and plain
+    return leaves, plain
 
 
 def rebuild_call(

@@ -58,6 +58,7 @@ class PlainState:
         self.values: list[Any] = []
         self._visited: set[int] = set()  # layers share their configuration object
         self._mappings, self._keys = list[Any](), list[tuple[Any, ...]]()
+        self._empty = list[Any]()  # mappings without entries, of which a layer has most
         self._same, self._of_type = _Entries(), _Entries()  # those of the mappings that were read, and the others
         self._sequences: list[tuple[Any, int, list[Any]]] = []
         self._is_volatile = not modules
@@ -74,7 +75,7 @@ class PlainState:
                 else:
                     self._collect(value, 0)
         if self._is_volatile:
-            self._mappings, self._sequences = [], []
+            self._mappings, self._sequences, self._empty = [], [], []
             self._same, self._of_type = _Entries(), _Entries()
 
     def is_current(self) -> bool:
@@ -82,7 +83,11 @@ class PlainState:
         if self._is_volatile:
             return False
         # Without a line of Python for each mapping: a layer has dozens.
-        if list(map(tuple, self._mappings)) != self._keys or not all(map(is_, self._same.now(), self._same.wanted)):
+        if (
+            any(self._empty)
+            or list(map(tuple, self._mappings)) != self._keys
+            or not all(map(is_, self._same.now(), self._same.wanted))
+        ):
             return False
         if not all(map(is_, map(type, self._of_type.now()), self._of_type.wanted)):
             return False
@@ -92,6 +97,9 @@ class PlainState:
         )
 
     def _keep_entries(self, mapping: Any, keys: Sequence[Any], *, read: bool = True) -> None:
+        if not mapping:
+            self._empty.append(mapping)
+            return
         self._mappings.append(mapping)
         self._keys.append(tuple(mapping))
         same = [key for key in keys if not read or _is_read(mapping[key])]

@@ -89,9 +89,14 @@ class Options:
     unset: tuple[str, ...] = ()
 
     @classmethod
+    def names(cls) -> list[str]:
+        """The names of the strategy's arguments that are options."""
+        return [*_SIZES, *(field.name for field in fields(cls) if field.name not in ("sizes", "unset"))]
+
+    @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
         """Pick the options from all arguments of the strategy, by their names."""
-        names = {field.name for field in fields(cls)} - {"sizes", "unset"}
+        names = {*cls.names()} - {*_SIZES}
         unset = tuple(name for name in _UNPLANNED if _is_auto(arguments[name]))
         values = {name: _UNPLANNED[name] if name in unset else arguments[name] for name in names}
         values["schedule"] = _schedule_name(values["schedule"])

@@ -118,7 +118,8 @@ class Fallback:
         Raises:
             LayoutError: The user wants the layout or nothing.
         """
-        self.reason = _NO_STAGES.sub("", reason) or self.reason
+        shown, self.reason = self.reason, _NO_STAGES.sub("", reason) or self.reason
+        why = " (the start table has the reason)" if self.reason == shown else f": {self.reason}"
         if self._strict:
             name = f"{type(self._module).__name__}.training_step"
             raise LayoutError(
@@ -129,11 +130,11 @@ class Fallback:
             ) from error
         if not self._module.automatic_optimization:
             # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.
-            batch = "on the full batch, which divides memory but not time; replicas with zero_stage=3 divide both"
+            batch = "on the full batch; replicas with zero_stage=3 would divide the time too"
         else:
             batch = "on its share of the batch"
         rank_zero_warn(
-            f"{self.line}. So each of the {self.mesh.size('shares')} ranks of {self._sizes} holds a shard of every"
-            f" parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to make this"
-            " an error (docs/howto/step_not_partitioned.md)"
+            f"sharded instead of {self._place}{why}; each of the {self.mesh.size('shares')} ranks of {self._sizes}"
+            f" holds a shard of the model and runs the step {batch}. strict_layout=True makes this an error"
+            " (docs/howto/step_not_partitioned.md)"
         )

@@ -61,13 +61,13 @@ def watch_step(optimizer: Optimizer, reads: HookReads, state: Any) -> Callable[[
                 def run() -> Any:
                     watching.close()
                     result = closure()
-                    watching.enter_context(reads.hook(where))
+                    watching.enter_context(reads.hook(where, compares_writes=False))
                     return result
 
                 return run
 
             args, kwargs = closures_wrapped(args, kwargs, unwatched)
-            watching.enter_context(reads.hook(where))
+            watching.enter_context(reads.hook(where, compares_writes=False))
             return original(*args, **kwargs)
 
     adopt_states(optimizer, reads)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
-import os
 import pickle
 import tempfile
 import time
@@ -17,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,11 +28,15 @@ from lightning_hybrid.strategies.world.traces import shorten, trim
 # The results that Lightning's own launcher returns are the weights, `callback_metrics`, and one `best_model_path`.
 _METRICS = ("logged_metrics", "progress_bar_metrics")
 _SECONDS_TO_REPORT = 5.0
-_NAMED_CHECKPOINTS = ("best", "last", "hpc")
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Starts the script once per rank, and leaves the first rank time to report why another one failed."""
+
+    def __init__(self, strategy: Any, environment: ClusterEnvironment) -> None:
+        """Set up for the ranks of one strategy."""
+        super().__init__(environment, strategy.num_processes, strategy.num_nodes)
+        self.strategy = strategy
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -49,28 +52,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the ranks, after a look at what would end all of them."""
-        check_checkpoint_path(function, *args, **kwargs)
+        self.strategy.check_before_ranks(function, *args, **kwargs)
         return super().launch(function, *args, **kwargs)
 
     def _call_children_scripts(self) -> None:
         super()._call_children_scripts()
         self.procs: Any = [_Child(process) for process in self.procs]
-
-
-def check_checkpoint_path(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> None:
-    """Look for the checkpoint that a method of the Trainer is called with, before ranks start.
-
-    Raises:
-        FileNotFoundError: There is no such file or folder; names those that are there.
-    """
-    path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
-    if not isinstance(path, str | os.PathLike) or path in _NAMED_CHECKPOINTS or ":" in str(path) or Path(path).exists():
-        return
-    folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
-    found = (each for depth in range(4) for each in folder.glob("*/" * depth + "*.ckpt"))
-    near = sorted(found, key=lambda each: each.stat().st_mtime)[-5:]
-    there = f"; there are {', '.join(map(str, near))}" if near else f"; {folder} has none"
-    raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint{there}")
 
 
 class _Child:
@@ -104,7 +91,8 @@ class ForkedRanksLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Fork the ranks, after a look at what would end all of them; an error of a rank is raised as itself."""
-        check_checkpoint_path(function, *args, **kwargs)
+        strategy: Any = self._strategy
+        strategy.check_before_ranks(function, *args, **kwargs)
         with tempfile.TemporaryDirectory() as folder:
             self._errors = Path(folder)
             try:

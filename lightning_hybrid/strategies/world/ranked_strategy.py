@@ -38,11 +38,13 @@ from lightning_hybrid.strategies.options.auto_sizes import (
     plan_options,
 )
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.world.before_ranks import check_call
 from lightning_hybrid.strategies.world.failures import check_connections
 from lightning_hybrid.strategies.world.interface import name_interface
 from lightning_hybrid.strategies.world.launchers import ForkedRanksLauncher, ScriptLauncher
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
+from lightning_hybrid.strategies.world.traces import shorten
 
 if TYPE_CHECKING:
     from lightning_hybrid.predict.plans import Plan
@@ -234,7 +236,17 @@ class RankedStrategy(ParallelStrategy):
         if self.options.start_method != "popen":
             self._launcher = ForkedRanksLauncher(self, start_method=self.options.start_method)
         elif not self._is_one_process and not self._environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(self._environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(self, self._environment)
+
+    def check_before_ranks(self, function: Any, *args: Any, **kwargs: Any) -> None:
+        """Check sizes, and the method of the Trainer that ranks are about to be started for."""
+        try:
+            if not self.options.asks_for_plan:
+                self._resolve_layout()
+            check_call(self.options, function, *args, **kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
 
     def set_world_ranks(self) -> None:
         """Set this rank in an environment that has no ranks of its own; the Trainer calls this when it is made.

@@ -63,9 +63,9 @@ def trim(error: BaseException) -> BaseException:
 
 
 def _is_unexpected(last: TracebackType) -> bool:
-    """Whether an error comes from this package, and from another statement than ``raise``."""
+    """Whether an error comes from this package, and neither on purpose nor from an operation of the user."""
     line = linecache.getline(_file(last), last.tb_lineno)
-    return _file(last).startswith(_OWN) and not line.lstrip().startswith("raise")
+    return _file(last).startswith(_OWN) and not (line.lstrip().startswith("raise") or "func(" in line)
 
 
 def _frames(frames: TracebackType | None) -> Iterator[TracebackType]:

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.params.placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
-from lightning_hybrid.sequence.forward import FullSequence, ShardedSequence
+from lightning_hybrid.sequence.forward import FULL_SEQUENCE, FullSequence, ShardedSequence
 from lightning_hybrid.sequence.mode import RingAttentionMode
 from lightning_hybrid.sequence.positions import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.collectives import Ranks, Readers, enter, gather, leave
 from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.region import AroundDraw, mark, tensors_in
 from lightning_hybrid.tensor.runtime.attention import sharded_attention
-from lightning_hybrid.tensor.runtime.columns import Product
 from lightning_hybrid.tensor.runtime.mode import RegionMode
+from lightning_hybrid.tensor.runtime.products import Product, add_bias
 
 
 class RegionInputs:
@@ -41,7 +41,7 @@ class RegionInputs:
 
         With ``gathers`` a value whose positions are gathered has entered over the tensor ranks by that.
         """
-        self._ranks, self._every, self._gathers = ranks, every, gathers
+        self._ranks, self._gathers, self._sizes = ranks, gathers, {ranks.size, every.size}
         self._entered: dict[tuple[int, int], tuple[Tensor, int, Tensor, Readers]] = {}  # by id and number of ranks
         self._outer: list[Any] = []  # those of the forwards around this one
 
@@ -71,22 +71,23 @@ class RegionInputs:
         self.remember(inside)
         return inside
 
-    def multiply(self, product: Product, x: Tensor, ranks: Ranks) -> Tensor:
+    def multiply(self, product: Product, ranks: Ranks, x: Tensor) -> Tensor:
         """The product of a value with a weight, ``(..., out features)``; by the first one it enters the region."""
-        is_known = (id(x), ranks.size) in self._entered
-        if is_known or not product.can_enter(x, ranks):
+        key = id(x), ranks.size
+        if key in self._entered or not product.can_enter(ranks, x):
             return product(self.enter(x, ranks, fresh=True), True)
-        out, inside = product.enter(x, ranks)
-        self._entered[id(x), ranks.size] = (x, x._version, inside, Readers())
+        out, inside = product.enter(ranks, x)
+        self._entered[key] = (x, x._version, inside, _ANY_READERS)
         self.remember(inside)
         return out
 
     def remember(self, inside: Tensor) -> None:
         """Registers a value, of any shape, that is in the region already."""
-        for ranks in (self._ranks, self._every):
-            self._entered[id(inside), ranks.size] = (inside, inside._version, inside, Readers())
+        for size in self._sizes:
+            self._entered[id(inside), size] = (inside, inside._version, inside, _ANY_READERS)
 
 
+_ANY_READERS = Readers()  # of values that nothing asks how they are read
 _NOTHING = contextlib.nullcontext()
 Run = Callable[..., Tensor]  # the product of a linear with the local shard of its weight, with or without the bias
 
@@ -96,6 +97,7 @@ class ParallelLinears:
 
     Attributes:
         forwards: The replacements of forwards, by FQN inside the unit.
+        direct: Those of a forward with a full sequence and without a mode.
         region_mode: The function mode of the current forward, if there is one.
         sequence: The sequence of the current forward.
         ring: The function mode of ring attention of the current forward, if it attends so.
@@ -118,33 +120,51 @@ class ParallelLinears:
         self._ranks, self._context, self._all = ranks
         self._inputs, self._around_draw = inputs, around_draw
         self.region_mode: RegionMode | None = None
-        self.sequence = FullSequence()
+        self.sequence: FullSequence = FULL_SEQUENCE
         self._outer: list[tuple[RegionMode | None, FullSequence]] = []  # of the forwards around this one
         self.ring: RingAttentionMode | None = None
+        self._products = {
+            fqn: Product(modules[fqn], linear) for fqn, linear in plan.linears.items() if not linear.is_convolution
+        }
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
         if positions.ring_attention:
             attentions = (fqn for fqn, module in modules.items() if isinstance(module, nn.MultiheadAttention))
             self.forwards |= {fqn: self._attention_forward(fqn) for fqn in attentions}
         shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
         self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
-        self.forwards = {
-            fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward, reason="parallel linears")
-            for fqn, run in self.forwards.items()
+        self.direct = self._put_in_place(self.forwards | self._direct_forwards())
+        self.forwards = self._put_in_place(self.forwards)
+
+    def _put_in_place(self, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+        """The forwards, as replacements on their modules."""
+        return {
+            fqn: Replacement(module := self._modules[fqn], "forward", run, module.forward, reason="parallel linears")
+            for fqn, run in forwards.items()
         }
+
+    def _direct_forwards(self) -> dict[str, Callable[..., Tensor]]:
+        """Forwards of products without what modes, sequence shards and gathered outputs need."""
+        if self._plan.outputs:  # which are known by marks
+            return {}
+        found = [(fqn, role, self._products[fqn]) for fqn, role in self._plan.roles.items() if fqn in self._products]
+        multiply = self._inputs.multiply
+        columns = [(fqn, partial(multiply, run, self._ranks)) for fqn, role, run in found if role == "column"]
+        rows = [(fqn, partial(run.leave, self._ranks)) for fqn, role, run in found if role == "row"]
+        return dict([*columns, *rows])
 
     def _forward_of(self, fqn: str) -> Callable[..., Any]:
         module, role = self._modules[fqn], self._plan.roles[fqn]
         if role == "attention":
             return self._attention_forward(fqn)
         linear = self._plan.linears[fqn]
-        run = convolution_of(module) if linear.is_convolution else Product(module, linear)
+        run = convolution_of(module) if linear.is_convolution else self._products[fqn]
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
         return partial(self._bypass_mode, partial(forward, linear, run))
 
     def __enter__(self) -> None:
         """Begins a forward of the unit: on the full sequence, without a mode, until it says otherwise."""
         self._outer.append((self.region_mode, self.sequence))
-        self.region_mode, self.sequence = None, FullSequence()
+        self.region_mode, self.sequence = None, FULL_SEQUENCE
 
     def __exit__(self, *_: object) -> None:
         """Ends the forward."""
@@ -186,7 +206,7 @@ class ParallelLinears:
             x = self.sequence.read_in_region(x)
         with save_local_shard(x) if isinstance(x, SequenceShard) else _NOTHING:
             if isinstance(run, Product) and not args and not kwargs:
-                return self._inputs.multiply(run, x, self._ranks)
+                return self._inputs.multiply(run, self._ranks, x)
             return run(self._inputs.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
 
     def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -220,17 +240,16 @@ class ParallelLinears:
             x = sequence.to_positions(x, linear.fqn)
         if self._ranks.size == 1:
             return run(x, True, *args, **kwargs)
+        if isinstance(run, Product) and sequence.inner is None:
+            return run.leave(self._ranks, x)
         out = run(x, False, *args, **kwargs)
         if isinstance(sequence, ShardedSequence) and sequence.inner is not None:
             out = sequence.reduce_scatter(out, sequence.inner)
         else:
             out = leave(out, self._ranks)
         bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
-        if bias is None:
-            return out
-        addend = bias if bias.dtype is out.dtype else bias.to(out.dtype)
-        # Added once, to the sum, in place.
-        return out.add_(addend if linear.feature_dim == -1 else addend.view(-1, *[1] * (-1 - linear.feature_dim)))
+        shape = -1, *[1] * (-1 - linear.feature_dim)
+        return out if bias is None else add_bias(out, bias.view(shape))
 
     def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         has_full_shape = isinstance(x, SequenceShard)

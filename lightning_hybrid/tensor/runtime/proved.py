@@ -120,6 +120,7 @@ class ProvedCalls:
         """
         self._unit, self._calls, self._runner, self._prove, self._isolated = unit, calls, runner, prove, isolated
         self._checked: BoundedLRUDict[Hashable, str] = BoundedLRUDict(_MOST_KEYS)
+        self._last: tuple[Hashable, str] = (), ""  # the result of the last call
         self._num_compared = 0
         self._state = PlainState([])
         self._state_key: Hashable = ()
@@ -127,9 +128,11 @@ class ProvedCalls:
     def first_deviation(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Where a forward does something that was not proved, in words; "" if it does not."""
         key = self._key(args, kwargs)
-        if key not in self._checked:
-            self._checked[key] = self._check(sharded, full, args, kwargs)
-        return self._checked[key]
+        if key != self._last[0]:
+            if key not in self._checked:
+                self._checked[key] = self._check(sharded, full, args, kwargs)
+            self._last = key, self._checked[key]
+        return self._last[1]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """The values that a forward may branch on: plain arguments and attributes, shapes, modules, torch's modes."""

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.patching import replace
+from lightning_hybrid.patching import Replacement
 from lightning_hybrid.randomness.keyed import FORWARD_WRAPPER
 
 Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them
 Modules = Mapping[str, nn.Module]
+_NOTHING = object()
+
+
+class Swaps:
+    """A context that restores the entries that were put into dicts inside. It is entered for every forward."""
+
+    def __init__(self) -> None:
+        self._own: list[tuple[dict[str, Any], str, Any]] = []
+
+    def __enter__(self) -> Swaps:
+        """Begin without entries."""
+        return self
+
+    def put(self, entries: dict[str, Any], name: str, value: Any) -> None:
+        """Put a value in the place of another one, or of none."""
+        self._own.append((entries, name, entries.get(name, _NOTHING)))
+        entries[name] = value
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the previous entries."""
+        for entries, name, own in reversed(self._own):
+            if own is _NOTHING:
+                entries.pop(name, None)
+            else:
+                entries[name] = own
 
 
 def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
@@ -32,46 +56,29 @@ def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
     return slots
 
 
-def put_tensors(slots: Mapping[str, list[Slot]], tensors: Mapping[str, Tensor], undo: ExitStack) -> None:
-    """Puts tensors, of any shape, into their slots, by FQN; ``undo`` restores the previous ones."""
+def put_tensors(slots: Mapping[str, list[Slot]], tensors: Mapping[str, Tensor], swaps: Swaps) -> None:
+    """Puts tensors, of any shape, into their slots, by FQN."""
     for fqn, tensor in tensors.items():
         for members, name in slots[fqn]:
             if members[name] is not tensor:
-                undo.callback(members.__setitem__, name, members[name])
-                members[name] = tensor
+                swaps.put(members, name, tensor)
 
 
-def put_attributes(modules: Modules, values: Mapping[str, Mapping[str, int]], undo: ExitStack) -> None:
-    """Sets attributes of modules, by FQN and name; ``undo`` restores the previous values."""
-    for fqn, named in values.items():
-        attributes = modules[fqn].__dict__
-        undo.callback(attributes.update, {name: attributes[name] for name in named})
-        attributes.update(named)
+def find_attributes(modules: Modules, values: Mapping[str, Mapping[str, int]]) -> list[tuple[dict[str, Any], str, int]]:
+    """Finds the attributes of modules that have other values, given by FQN and name, while the unit runs sharded."""
+    found = [(modules[fqn].__dict__, name, value) for fqn, named in values.items() for name, value in named.items()]
+    # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
+    layers = [module for module in modules.values() if isinstance(module, nn.TransformerEncoderLayer)]
+    return found + [(layer.__dict__, "activation_relu_or_gelu", 0) for layer in layers]
 
 
-def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], undo: ExitStack) -> None:
-    """Replaces forwards of modules, by FQN, except the unit's own; ``undo`` restores them."""
-    replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    undo.callback(_put_forwards_back, replaced)
+def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], swaps: Swaps) -> None:
+    """Replaces forwards of modules, by FQN, except the unit's own."""
     for fqn, forward in forwards.items():
         if fqn:
             attributes = modules[fqn].__dict__
-            own = {"forward": attributes["forward"]} if "forward" in attributes else {}
-            around = getattr(own.get("forward"), FORWARD_WRAPPER, None)  # keys the random numbers of the module
+            own = attributes.get("forward")
+            around = getattr(own, FORWARD_WRAPPER, None)  # keys the random numbers of the module
             if around is not None:
-                undo.callback(replace(modules[fqn], "forward", around(forward), reason="parallel linears"))
-                continue
-            replaced.append((attributes, own))
-            attributes["forward"] = forward  # the same object each time: compiled code is guarded by it
-    for module in modules.values():
-        # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
-        if isinstance(module, nn.TransformerEncoderLayer):
-            undo.callback(replace(module, "activation_relu_or_gelu", 0, reason="parallel linears"))
-
-
-def _put_forwards_back(replaced: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Restores attributes of modules to those with their own forwards, if they had any."""
-    for attributes, own in replaced:
-        attributes.update(own)
-        if not own:
-            del attributes["forward"]
+                forward = Replacement(modules[fqn], "forward", around(forward), own, reason="parallel linears")
+            swaps.put(attributes, "forward", forward)  # the same object each time: compiled code is guarded by it

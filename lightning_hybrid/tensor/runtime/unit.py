@@ -33,9 +33,9 @@ from lightning_hybrid.logits.sharded import represent
 from lightning_hybrid.logits.vocabulary import Vocabulary
 from lightning_hybrid.params.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.sequence.forward import FullSequence, ShardedSequence
+from lightning_hybrid.sequence.forward import FULL_SEQUENCE, FullSequence, ShardedSequence
 from lightning_hybrid.sequence.mode import RingAttentionMode
-from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.tensors import full_shape, materialize_call
 from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.tensor.collectives import (
@@ -52,9 +52,10 @@ from lightning_hybrid.tensor.plan import FULL_POSITIONS, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.region import AroundDraw, LocalPositionDraws, RankDraws, sharded_over
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears, RegionInputs
 from lightning_hybrid.tensor.runtime.mode import RegionMode
-from lightning_hybrid.tensor.runtime.swaps import find_slots, put_attributes, put_forwards, put_tensors
+from lightning_hybrid.tensor.runtime.swaps import Swaps, find_attributes, find_slots, put_forwards, put_tensors
 
 Tensors = Mapping[str, Tensor]
+_NOTHING = contextlib.nullcontext()
 
 
 def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
@@ -119,7 +120,9 @@ class ShardedUnit:
         self._sharded_modules = [(fqn, self._modules[fqn]) for fqn in plan.roles]
         self._forward = unit.forward
         self._slots = find_slots(self._modules, plan.placements)
+        self._attributes = find_attributes(self._modules, plan.attributes)
         self._own = {fqn: (*slots[0], slots[0][0][slots[0][1]]) for fqn, slots in self._slots.items()}
+        self._sums = {False: self._sums_of(FULL_POSITIONS), True: self._sums_of(self._positions)}
         self._bind_draws(around_draw, around_local_draw)
         self._fallback: Callable[..., Any] = self._run_full
         if (full := plan.full_sequence_plan) is not None:
@@ -203,43 +206,46 @@ class ShardedUnit:
         return f"set {' and '.join(changes)}{also}"
 
     def _run_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        linears, sequence = self._linears, FullSequence()
+        linears, sequence = self._linears, FULL_SEQUENCE
+        leaves, plain = flatten_call(args, kwargs)
         if self._plan.by:
             sequence = ShardedSequence.of_call(
-                self._positions, self._ranks, self._context, args, kwargs, learning=self.learning
+                self._positions, self._ranks, self._context, leaves, learning=self.learning
             )
             if not sequence.is_sharded and self._plan.by != "tensor":
                 return self._fallback(*args, **kwargs)
             linears.work_on(sequence)
             self.num_sharded_sequences += sequence.is_sharded
             self.last_sequence = sequence if self.learning and isinstance(sequence, ShardedSequence) else None
-        args, kwargs = sequence.begin(args, kwargs)
-        with contextlib.ExitStack() as undo:
-            self._put_tensors(undo)
-            is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
-            compiled = None if is_watched or sequence.is_sharded or self._path is not None else self._compiled
-            forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
-            for fqn, module in self._sharded_modules:
-                if "forward" in module.__dict__:
-                    _check_forward(fqn, module)
-            put_attributes(self._modules, self._plan.attributes, undo)
-            put_forwards(self._modules, forwards, undo)
-            if is_watched or sequence.is_sharded:
-                self._enter_modes(undo, sequence, flatten_call(args, kwargs)[0], is_watched=is_watched)
-            if self._path is not None:
-                undo.enter_context(self._path)
-            output = forward(*args, **kwargs)
+        if (local := sequence.begin(leaves)) is not leaves:
+            args, kwargs = rebuild_call(local, args, kwargs, plain)
+        is_watched = self.learning or self._plan.watched or self._has_new_gradients(local)
+        has_modes = is_watched or sequence.is_sharded
+        compiled = None if has_modes or self._path is not None else self._compiled
+        forwards = linears.forwards if has_modes else linears.direct
+        forward, forwards = compiled or (forwards.get("", self._forward), forwards)
+        for fqn, module in self._sharded_modules:
+            if "forward" in module.__dict__:
+                _check_forward(fqn, module)
+        with Swaps() as swaps:
+            self._put_tensors(swaps)
+            for entry in self._attributes:
+                swaps.put(*entry)
+            put_forwards(self._modules, forwards, swaps)
+            if has_modes or self._path is not None:
+                with self._modes(sequence, local, is_watched=is_watched):
+                    output = forward(*args, **kwargs)
+            else:
+                output = forward(*args, **kwargs)
         if self.vocabularies:
             self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
         output = self._gathered_output(output) if self._plan.outputs else output
         return sequence.end(output, keep_sharded=self.keeps_sharded)
 
-    def _enter_modes(
-        self, undo: contextlib.ExitStack, sequence: FullSequence, leaves: list[Any], *, is_watched: bool
-    ) -> None:
-        """Enters the function modes of the present forward, whose arguments are the leaves."""
+    def _modes(self, sequence: FullSequence, leaves: list[Any], *, is_watched: bool) -> contextlib.ExitStack:
+        """The function modes of the present forward, entered, whose arguments are the leaves."""
         rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
-        mode = None
+        undo, mode = contextlib.ExitStack(), None
         if is_watched:
             names, cut_ids = self._names_and_cuts()
             mode = self.last_region_mode = RegionMode(
@@ -256,6 +262,8 @@ class ShardedUnit:
         self._linears.enter_modes(undo, mode, RingAttentionMode.of(sequence, rules, learning=self.learning))
         if sequence.is_sharded and self._unit.training:
             undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
+        undo.enter_context(self._path or _NOTHING)
+        return undo
 
     @property
     def has_local_positions(self) -> bool:
@@ -275,28 +283,20 @@ class ShardedUnit:
                 leaves[index] = gather(leaves[index], dim, self._all if size == self._all.size else self._ranks)
         return unflatten(leaves, spec)
 
-    def _put_tensors(self, undo: contextlib.ExitStack) -> None:
+    def _put_tensors(self, swaps: Swaps) -> None:
         """Replaces parameters and buffers by local ones."""
         provided = {} if self._tensors is None else self._tensors()
         plan = self._plan
         positions = self._present_positions
         local: dict[str, Tensor] = {}  # those that the modules do not hold yet
         for fqn, (members, name, original) in self._own.items():
-            if fqn in provided:
+            if provided and fqn in provided:
                 local[fqn] = provided[fqn]
             elif (tensor := members[name]) is not original and tensor is not None:
                 local[fqn] = _local_substitute(fqn, tensor, original, plan.placements[fqn], self._ranks)
         if torch.is_grad_enabled():
-            inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
-            pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
-            over_tensor = [(fqn, None) for fqn in positions.summed_over_tensor]
-            over_context = [(fqn, None) for fqn in positions.summed_over_context]
-            if not positions.by or self._all is self._ranks:
-                self._sum_gradients(local, [*inside, *pieces, *over_tensor], self._ranks)
-            else:  # context ranks have other features in a region, or other positions
-                self._sum_gradients(local, inside, self._all)
-                self._sum_gradients(local, [*pieces, *over_tensor], self._ranks)
-            self._sum_gradients(local, over_context, self._context)
+            for wanted, ranks in self._sums[positions is self._positions]:
+                self._sum_gradients(local, wanted, ranks)
         present = {fqn: self._present(fqn, local) for fqn in (*positions.parameter_shards, *self.vocabularies)}
         for fqn, placement in positions.parameter_shards.items():
             local[fqn] = shard_tensor(present[fqn], placement, self._context.rank, self._context.size)
@@ -304,7 +304,19 @@ class ShardedUnit:
         for fqn, vocabulary in self.vocabularies.items():
             if present[fqn] is not None:
                 local[fqn] = represent(present[fqn], plan.vocabulary[fqn], vocabulary)
-        put_tensors(self._slots, local, undo)
+        put_tensors(self._slots, local, swaps)
+
+    def _sums_of(self, positions: PositionsPlan) -> list[tuple[list[tuple[str, Placement | None]], Ranks]]:
+        """Parameters whose gradients ranks sum, with the placement of a shard that several have, and these ranks."""
+        plan = self._plan
+        inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
+        pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
+        tensor = [*pieces, *((fqn, None) for fqn in positions.summed_over_tensor)]
+        sums = [([*inside, *tensor], self._ranks)]
+        if positions.by and self._all is not self._ranks:  # context ranks have other features there, or other positions
+            sums = [(inside, self._all), (tensor, self._ranks)]
+        sums.append(([(fqn, None) for fqn in positions.summed_over_context], self._context))
+        return [(wanted, ranks) for wanted, ranks in sums if wanted and ranks.size > 1]
 
     @property
     def _present_positions(self) -> PositionsPlan:
@@ -331,8 +343,6 @@ class ShardedUnit:
         self, local: dict[str, Tensor], wanted: Sequence[tuple[str, Placement | None]], ranks: Ranks
     ) -> None:
         """Sums the gradients of these parameters over the ranks; of a repeated shard, over the ranks that hold it."""
-        if not wanted or ranks.size == 1:
-            return
         # Equal on all ranks, since requires_grad is: the sum is a collective.
         present = {fqn: self._present(fqn, local) for fqn, _ in wanted if fqn in self._own}
         summed = [(fqn, placement) for fqn, placement in wanted if getattr(present.get(fqn), "requires_grad", False)]
@@ -344,15 +354,13 @@ class ShardedUnit:
             self._region_inputs.remember(tensor)
             local[fqn] = tensor
 
-    def _has_new_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _has_new_gradients(self, leaves: list[Any]) -> bool:
         """Whether an input needs a gradient that needed none when the plan was proved without a region mode."""
         if not torch.is_grad_enabled():
             return False
-        leaves, _ = flatten_call(args, kwargs)
-        grad_inputs = self._plan.grad_inputs
-        return any(
-            isinstance(leaf, Tensor) and leaf.requires_grad and k not in grad_inputs for k, leaf in enumerate(leaves)
-        )
+        known = self._plan.grad_inputs
+        indices = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return not known.issuperset(indices)
 
 
 def unit_on_trial(unit: nn.Module, plan: UnitPlan, ranks: Ranks, context: Ranks, local: Tensors) -> ShardedUnit:

@@ -168,6 +168,9 @@ def _key(group: GroupPlan) -> tuple[object, ...]:
 # alone, and the search only proves that.
 
 
+_NO_ATTENTION = "scaled_dot_product_attention is not called with local positions"
+
+
 def with_ring_attention(
     plan: UnitPlan, proof: Proof, prove: Callable[..., Proof | str], sequence_parallel: SequenceParallel
 ) -> UnitPlan:
@@ -189,7 +192,7 @@ def with_ring_attention(
     before = proof.ranks.num_trials
     found = _over_axes(sequence_parallel, partial(_attending_by_ring, plan, proof, sequence))
     if isinstance(found, str):
-        return _without(plan, found)
+        return plan if _NO_ATTENTION in found else _without(plan, found)
     num_trials = plan.num_trials + proof.ranks.num_trials - before
     return replace(found, calls=plan.calls | proof.calls, num_trials=num_trials)
 
@@ -209,7 +212,7 @@ def _attending_by_ring(
     if not failure and proof.value_read:  # in eval mode, say
         failure = reads_values(proof)
     if failure or not any(site[0] == RING for site in found.rules):
-        return failure or "scaled_dot_product_attention is not called with local positions"
+        return failure or _NO_ATTENTION
     return found if plan.size == 1 else replace(found, full_sequence_plan=over_tensor)
 
 

@@ -11,14 +11,14 @@ from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.params.placement import Placement, Shard
-from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, ONE_TENSOR_RANK, Group, UnitPlan
+from lightning_hybrid.tensor.plan import FOUND, NOT_A_MULTIPLE, ONE_TENSOR_RANK, Group, UnitPlan
 from lightning_hybrid.tensor.proof.proof import Proof
 from lightning_hybrid.tensor.runtime.attention import attention_placements
 from lightning_hybrid.tensor.search.dataflow import LinearDataflow, Pair, trace_linears
 from lightning_hybrid.tensor.search.groups import GroupPlan, GroupTrials
 from lightning_hybrid.tensor.search.requests import Request, UnitRequests, UnitTask
 from lightning_hybrid.tensor.search.sequence import find_sequence, plan_sequence
-from lightning_hybrid.tensor.search.variants import uneven_sizes, variants
+from lightning_hybrid.tensor.search.variants import heads_of, uneven_sizes, variants
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
 _SMALL_SHARE = 0.01
@@ -128,7 +128,7 @@ class GroupSearch(GroupTrials):
             dims = {name: dim for name, dim in self._task.vocabulary.items() if lengths[name] == length}
             shards = {name: Shard.unevenly(dim, length, self._size) for name, dim in dims.items()}
             rows = next(iter(shards.values())).local_length
-            group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank", "found")
+            group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank")
             found = self.try_group(GroupPlan(group, {**shards}, vocabulary=dims))
             if self._ranks.first_unit is not None and self._ranks.first_unit.num_gathers and not isinstance(found, str):
                 found = "the unit uses it in an operation without a vocabulary-parallel form"
@@ -147,7 +147,7 @@ class GroupSearch(GroupTrials):
                 self._replicate(names, f"{module.num_heads} heads are {NOT_A_MULTIPLE} {self._size} ranks")
                 self._uneven[fqn] = module.num_heads, "heads"
                 continue
-            group = Group("attention", (fqn,), how="by heads")
+            group = Group("attention", (fqn,), how=f"attention split by heads over {self._size} ranks")
             found = self.try_group(GroupPlan(group, attention_placements(fqn, module, self._size)))
             groups += self._accepted(found, names)
         return groups
@@ -191,7 +191,7 @@ class GroupSearch(GroupTrials):
             pairs = [pair for pair in self._dataflow.candidates(assigned, no_rows) if self._is_candidate(pair)]
             for pair in pairs:
                 if pair not in tried:
-                    tried[pair] = self._best_variant(pair, "found")
+                    tried[pair] = self._best_variant(pair, FOUND)
             # Later pairs are not what the author of the unit intended: their sizes need not divide.
             uneven = dict(self._uneven) if uneven is None else uneven
             self._uneven = dict(uneven)
@@ -216,7 +216,7 @@ class GroupSearch(GroupTrials):
             if isinstance(group, str):
                 error, num_wrong = self._proof.relative_error, num_wrong + 1
                 if num_wrong == 1 or error < least_wrong[0]:
-                    least_wrong = error, f"{group} (sharded {candidate.group.how}"
+                    least_wrong = error, f"{group} ({candidate.group.how}"
             elif best is None or not group.watched:
                 best = group
         if best is not None:
@@ -225,6 +225,8 @@ class GroupSearch(GroupTrials):
         if uneven:
             self._uneven |= uneven
             return f"{_sizes_text(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
+        if set(heads_of(self._dataflow, pair[0])) == {1}:
+            return f"attention with 1 head is not split over {self._size} ranks"
         tried = f", the best of {num_wrong} variants)" if num_wrong > 1 else ")"
         return least_wrong[1] + tried * (num_wrong > 0)
 
@@ -266,7 +268,7 @@ class GroupSearch(GroupTrials):
                 plans = ("your plan", by_user), ("the model's own plan", by_model)
                 requested = [name for name, plan in plans if fqn in plan and plan[fqn].wanted == "gathered"]
                 how = "output gathered" if requested else f"output gathered: {self._why_unpaired(fqn)}"
-                group = Group("gathered", (fqn,), (), how, (*requested, "found")[0])
+                group = Group("gathered", (fqn,), (), how, (*requested, FOUND)[0])
                 groups += self._accepted(self.try_group(GroupPlan(group, shards)), names)
         return groups
 
@@ -275,7 +277,8 @@ class GroupSearch(GroupTrials):
             return self._unpaired[fqn]
         readers = [reader for reader, sources in self._dataflow.sources.items() if fqn in sources]
         others = [reader for reader in readers if reader in self._requests.by_user]
-        return f"what reads it ({', '.join(others)}) is in your plan" if others else "it pairs with no other linear"
+        in_plan = f"what reads it ({', '.join(others)}) is in your plan"
+        return in_plan if others else "no other layer can be split with it"
 
     def _accepted(self, found: GroupPlan | str, fqns: list[str]) -> list[GroupPlan]:
         """The group that passed its trial; none, and parameters that stay replicated, where it did not."""

@@ -39,8 +39,20 @@ def variants(unit: nn.Module, dataflow: LinearDataflow, pair: Pair, size: int, o
                     if key not in seen:
                         seen.append(key)
                         texts = [words, row_words, which, "offsets divided" if offsets else ""]
-                        how = ", ".join(text for text in texts if text)
+                        how = _heads_text(dataflow, columns, size) or ", ".join(text for text in texts if text)
                         yield GroupPlan(Group("column", *pair, how, origin), dict(placements), attributes, offsets)
+
+
+def _heads_text(dataflow: LinearDataflow, columns: tuple[str, ...], size: int) -> str:
+    """How a projection is split whose output the code views as heads; "" if it does not."""
+    is_attention = any(count > 1 for count in heads_of(dataflow, columns))
+    return f"attention split by heads over {size} ranks" if is_attention else ""
+
+
+def heads_of(dataflow: LinearDataflow, columns: tuple[str, ...]) -> list[int]:
+    """The numbers of heads as which the code views the outputs of these linears."""
+    seen = (dataflow.arrangements[fqn].pieces(dataflow.linears[fqn].num_out)[1] for fqn in columns)
+    return [count for counts in seen for count in counts if count is not None]
 
 
 def uneven_sizes(
@@ -82,17 +94,18 @@ def _column_pieces(
     linears: list[LinearLike], dataflow: LinearDataflow, size: int
 ) -> Iterator[tuple[list[tuple[Piece, ...]], str]]:
     """Pieces for each column: as the code used them in the run, then one, three and two equal ones."""
+    whole = "convolutions split by channels" if linears[0].is_convolution else "split by output features"
     used = [dataflow.arrangements[linear.fqn].pieces(linear.num_out) for linear in linears]
     in_run = [local_pieces(lengths, heads, size) for lengths, heads in used]
     if all(cut is not None for cut in in_run):
         most = max(len(cut) for cut in in_run if cut is not None)
-        yield [cut for cut in in_run if cut is not None], "by output features" if most == 1 else f"in {most} pieces"
+        yield [cut for cut in in_run if cut is not None], whole if most == 1 else f"split in {most} pieces"
     for count in (1, 3, 2):
         if count > 1 and len(linears) > 1:
             continue  # a group of several linears is not fused
         cuts = [linear.num_out for linear in linears]
         if not any(length % (count * size) for length in cuts):
-            words = "by output features" if count == 1 else f"in {count} pieces"
+            words = whole if count == 1 else f"split in {count} pieces"
             yield [tuple(Piece(length // count, size) for _ in range(count)) for length in cuts], words
 
 

@@ -105,6 +105,12 @@ class Tied(Lit):
         self.other.weight = self.mlp[0].weight
 
 
+class Lone(Lit):
+    def __init__(self, one):
+        super().__init__()
+        self.one = one
+
+
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
@@ -115,6 +121,8 @@ class Tied(Lit):
             {"pattern": "head"},
             r"head \(Linear\) cannot become experts: it takes no .*returns shape \[2, 3, 4\]",
         ),
+        (lambda: Lone(nn.LayerNorm(WIDTH)), {"pattern": "one"}, r"one \(LayerNorm\) cannot .* has no weight matrix"),
+        (lambda: Lone(nn.Linear(WIDTH, WIDTH)), {"pattern": "one"}, r"one \(Linear\) cannot .* has one weight matrix"),
         (Layers, {"pattern": "layers.*", "every": 5}, r"every=5\) takes none of the 4 modules"),
         (Layers, {"pattern": "layers.*", "top_k": 9}, r"top_k=9 is more than num_experts=8"),
         (Layers, {"pattern": "layers.*", "num_experts": 0}, r"num_experts=0 must be a whole number"),

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 
 from harness.launched_jobs import TESTS, run, start, torchrun
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.errors import HybridError
 from models.tiny import Tiny, loader
 
 FIT = """
@@ -157,6 +158,23 @@ def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
         trainer.validate(Tiny(), loader(4), ckpt_path=str(saved.parent / "empty/other.ckpt"))
 
 
+@pytest.mark.parametrize(
+    ("devices", "options", "words"),
+    [
+        (3, {}, "2 ranks but the world has 3; set pipeline_parallel_size=1 or 3, or devices=2 or 4"),
+        (2, {"pipeline_cuts": ["layer.3"]}, "'layer.3', but Tiny has no module of that name; nearest: .'layers.3'"),
+        (2, {"num_microbatches": 9}, "num_microbatches=9 but the batch has only 4 samples"),
+    ],
+)
+@pytest.mark.parametrize("method", ["popen", "fork"])
+def test_what_would_end_all_ranks_is_found_before_they_start(devices, options, words, method):
+    strategy = Hybrid3DStrategy(pipeline_parallel_size=2, start_method=method, **options)
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(HybridError, match=words):
+        trainer.fit(Tiny(), loader(4))
+    assert not trainer.strategy.launcher.procs
+
+
 def test_notebook_is_refused(monkeypatch):
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
     with pytest.raises(RuntimeError, match=r"start_method='fork'.*strategy='hybrid3d_notebook'"):
@@ -257,6 +275,7 @@ FORKED = """
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.errors import HybridError
     from models.tiny import Tiny, loader
 
     class Model(Tiny):

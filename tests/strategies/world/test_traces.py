@@ -12,6 +12,7 @@ from torch import nn
 from harness.launched_jobs import run
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.step.tracing.lines import TorchCallSites
 from lightning_hybrid.strategies.world.traces import shorten, trim
 
 SCRIPT = """
@@ -103,6 +104,12 @@ def test_one_hook_keeps_no_error(monkeypatch):
 def test_errors_of_torch_show_the_call_and_where():
     found = frames_of(lambda: nn.Linear(2, 2)(torch.zeros(3)))
     assert found == [Path(__file__).name] * 2 + ["linear.py"]
+
+
+def test_errors_of_intercepted_operations_show_the_call():
+    with TorchCallSites():
+        found = frames_of(lambda: torch.ones(2) @ torch.ones(3))
+    assert found == [Path(__file__).name] * 2
 
 
 def test_unexpected_errors_of_the_package_show_all_frames():

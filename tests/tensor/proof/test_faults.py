@@ -14,8 +14,8 @@ from lightning_hybrid.tensor.collectives import leave
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.proof.proof import proof_of
 from lightning_hybrid.tensor.runtime import linears as linears
-from lightning_hybrid.tensor.runtime.columns import Product
 from lightning_hybrid.tensor.runtime.linears import ParallelLinears
+from lightning_hybrid.tensor.runtime.products import Product
 from lightning_hybrid.tensor.search.unit import plan_unit
 from models.tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
 

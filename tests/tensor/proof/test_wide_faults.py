@@ -8,10 +8,11 @@ import torch
 
 from lightning_hybrid.params.placement import Piece, Replicated, Shard
 from lightning_hybrid.sequence import positions as sequence_collectives
+from lightning_hybrid.tensor.collectives import leave
 from lightning_hybrid.tensor.proof import narrow as narrowing
 from lightning_hybrid.tensor.proof.narrow import narrow_layer
 from lightning_hybrid.tensor.runtime import linears as linears
-from lightning_hybrid.tensor.runtime.linears import ParallelLinears
+from lightning_hybrid.tensor.runtime.products import Product
 from lightning_hybrid.tensor.search.unit import plan_unit
 from models.wide_layers import GatedLayer
 
@@ -44,15 +45,12 @@ def without_sum(monkeypatch, plan):
 
 
 def without_all_reduce(monkeypatch, plan):
-    monkeypatch.setattr(linears, "leave", lambda tensor, ranks: tensor)
+    monkeypatch.setattr(Product, "leave", lambda product, ranks, x: product(x, True))
     return plan
 
 
 def bias_added_by_every_rank(monkeypatch, plan):
-    def row(self, linear, run, x, *args, **kwargs):
-        return self._leave(run(x, True, *args, **kwargs))
-
-    monkeypatch.setattr(ParallelLinears, "_row", row)
+    monkeypatch.setattr(Product, "leave", lambda product, ranks, x: leave(product(x, True), ranks))
     return plan
 
 

@@ -47,7 +47,7 @@ def planned(name, plan=None, own=None, size=2):
 
 
 def shown(plan):
-    return [str(group).partition(":")[0] for group in plan.groups]
+    return [f"{str(group).partition(' (')[0]} ({group.origin}" for group in plan.groups]
 
 
 def test_user_roles_are_fixed_and_the_rest_is_searched():
@@ -61,7 +61,7 @@ def test_user_roles_are_fixed_and_the_rest_is_searched():
     assert plan.replicated_reasons["k_proj.weight"] == "your plan has 'layers.0.*_proj': 'replicated'"
     plan = planned("mlp", {"layers.*.2": "colwise_rep"})
     assert shown(plan) == ["0 (found", "2 (your plan"] and plan.roles == {"0": "gathered", "2": "gathered"}
-    assert plan.lines()[0] == "0 (found: output gathered: what reads it (2) is in your plan)"
+    assert plan.lines()[0] == "0 (output gathered: what reads it (2) is in your plan)"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_last_pattern_counts():
         (
             "mixes",
             {"up": "colwise"},
-            ["up -> down of layers.0", "not proved", "relative difference", "sharded by output"],
+            ["up -> down of layers.0", "not proved", "relative difference", "split by output"],
         ),
         ("encoder layer", {"out_proj": "rowwise"}, ["self_attn.out_proj", "MultiheadAttention", "by heads"]),
         ("own bias", {"own": "colwise"}, ["layers.0.own", "did not run, or did not multiply"]),

@@ -1,4 +1,7 @@
-"""Column-parallel products by which a value enters a region: gradients are those of entering first."""
+"""Products that communicate: results and gradients are those of their parts.
+
+A value that enters a region by a product has the gradients of one that enters first.
+"""
 
 from types import SimpleNamespace
 
@@ -7,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_hybrid.tensor.collectives import Arriving, Ranks
-from lightning_hybrid.tensor.runtime.columns import Product
 from lightning_hybrid.tensor.runtime.linears import RegionInputs
+from lightning_hybrid.tensor.runtime.products import Product
 
 
 class Doubling(Ranks):
@@ -45,7 +48,7 @@ def gradients(overlaps, *, readers=3, dtype=torch.float64, bias=True, transposed
     x = torch.randn(2, 5, 6, dtype=dtype, requires_grad=True)
     above = x * 2
     with inputs, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        outs = [inputs.multiply(product, above, ranks) for product in each[:readers]]
+        outs = [inputs.multiply(product, ranks, above) for product in each[:readers]]
     sum(out.float().sin().sum() for k, out in enumerate(outs) if k not in unused).backward()
     parameters = [p for module in modules[:readers] for p in module.parameters()]
     return [x.grad, *(p.grad for p in parameters)], ranks.done
@@ -83,9 +86,57 @@ def test_gradients_can_be_differentiated():
         ranks.overlaps = overlaps
         inputs = RegionInputs(ranks, ranks, gathers=False)
         with inputs:
-            out = inputs.multiply(product, x, ranks)
+            out = inputs.multiply(product, ranks, x)
         [gradient] = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
         return torch.autograd.grad(gradient.square().sum(), (x, weight))
 
     for one, other in zip(penalty(True), penalty(False), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("case", ["no bias", "transposed", "bfloat16", "autocast", "one reader"])
+def test_a_row_in_one_function_computes_what_its_parts_do(case, monkeypatch):
+    options = {"dtype": torch.float64, "bias": True, "transposed": False} | CASES[case]
+    autocast = options.pop("autocast", False)
+    options.pop("readers", None)
+
+    def run():
+        [module, *_], [product, *_] = products(**options)
+        x = torch.randn(2, 5, 6, dtype=options["dtype"], requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = product.leave(Doubling(False), x * 2)
+        out.float().sin().sum().backward()
+        return out, x.grad, *(p.grad for p in module.parameters())
+
+    found = run()
+    monkeypatch.setattr(Product, "_in_one", lambda *_: False)
+    assert all(torch.equal(one, other) for one, other in zip(found, run(), strict=True))
+
+
+def test_gradients_of_a_row_can_be_differentiated(monkeypatch):
+    _, [product, *_] = products(torch.float64, True, False)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+
+    def penalty():
+        out = product.leave(Doubling(False), x)
+        [gradient] = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), (x, product._module.weight))
+
+    found = penalty()
+    monkeypatch.setattr(Product, "_in_one", lambda *_: False)
+    for one, other in zip(found, penalty(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_tensor_that_a_transform_has_left_behind_keeps_its_gradient():
+    _, [product, *_] = products(torch.float64, True, False)
+    x, left = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True), []
+
+    def function(y):
+        left.append(y * x)
+        return left[0].sum()
+
+    torch.func.grad(function)(torch.ones_like(x))
+    [gradient] = torch.autograd.grad(product.leave(Doubling(False), left[0]).sum(), x)
+    [wanted] = torch.autograd.grad(product.leave(Doubling(False), x * 1).sum(), x)
+    torch.testing.assert_close(gradient, wanted)

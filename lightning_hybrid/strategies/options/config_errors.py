@@ -1,0 +1,51 @@
+"""Errors of config files and command lines of LightningCLI: which option of the strategy was meant.
+
+jsonargparse checks a config by the strategy's signature, before the strategy is made, and names no other options.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from typing import Any
+
+from lightning_hybrid.strategies.options.foreign import refuse_foreign
+
+_UNKNOWN = re.compile(r"Option '(\w+)' is not accepted")
+_NAME_ALONE = re.compile(r"dot import path string: (hybrid3d\w*)")
+_OPTION = re.compile(r"NestedArg\(key='(\w+)', val='?([^')]*)'?\)")
+
+
+def hint_at_options() -> None:
+    """Let errors of jsonargparse, if it is in use, end with the nearest options."""
+    library: Any = sys.modules.get("jsonargparse")
+    if library is None or hasattr(library.ArgumentParser.error, "names_options"):
+        return
+    original = library.ArgumentParser.error
+
+    @functools.wraps(original)
+    def error(self: Any, message: str, *further: Any, **options: Any) -> Any:
+        return original(self, f"{message}{hint(message)}", *further, **options)
+
+    error.names_options = True  # type: ignore[attr-defined]
+    library.ArgumentParser.error = error
+
+
+def hint(message: str) -> str:
+    """Return the line that follows an error of a config on the strategy; "" if it is on something else."""
+    if name := _NAME_ALONE.search(message):
+        option = _OPTION.search(message)
+        key, value = option.groups() if option else ("zero_stage", "3")
+        return (
+            f"\n{name[1]!r} is a name without options; name the class: --trainer.strategy"
+            f" lightning_hybrid.Hybrid3DStrategy --trainer.strategy.{key} {value}"
+        )
+    if "Hybrid3DStrategy" in message and (unknown := _UNKNOWN.search(message)):
+        from lightning_hybrid.strategies.options.options import Options  # late: it imports torch
+
+        try:
+            refuse_foreign({unknown[1]: "..."}, Options.names())
+        except (TypeError, ValueError) as error:
+            return f"\n{error}"
+    return ""

@@ -1,0 +1,69 @@
+"""What would end every rank is found before any is started: a wrong checkpoint path, cut or number of microbatches."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import default_collate
+
+from lightning_hybrid.batch.split import check_number
+from lightning_hybrid.errors import UnfitError
+from lightning_hybrid.strategies.options.options import Options
+
+_NAMED_CHECKPOINTS = ("best", "last", "hpc")
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def check_call(options: Options, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> None:
+    """Check what a method of the Trainer is called with, as far as one process can know.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint; names those that are there.
+        UnfitError: ``pipeline_cuts`` names no module.
+        BatchError: The loader's batches have fewer samples than ``num_microbatches``.
+    """
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    _check_checkpoint(given.get("ckpt_path"))
+    if isinstance(module := given.get("model"), LightningModule):
+        _check_cuts(options, module)
+        _check_batch(options, module, given)
+
+
+def _check_checkpoint(path: Any) -> None:
+    if not isinstance(path, str | os.PathLike) or path in _NAMED_CHECKPOINTS or ":" in str(path) or Path(path).exists():
+        return
+    folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
+    found = (each for depth in range(4) for each in folder.glob("*/" * depth + "*.ckpt"))
+    near = sorted(found, key=lambda each: each.stat().st_mtime)[-5:]
+    there = f"; there are {', '.join(map(str, near))}" if near else f"; {folder} has none"
+    raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint{there}")
+
+
+def _check_cuts(options: Options, module: LightningModule) -> None:
+    """Look for the modules, or parameters, that stages begin with; some modules are built on the ranks alone."""
+    if is_overridden("configure_model", module):
+        return
+    known = [name for name, _ in (*module.named_modules(), *module.named_parameters())]
+    for cut in options.pipeline_cuts or ():
+        if cut not in known:
+            near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
+            raise UnfitError(
+                f"pipeline_cuts names {cut!r}, but {type(module).__name__} has no module of that name; nearest: {near}",
+                entry="cuts-name",
+            )
+
+
+def _check_batch(options: Options, module: LightningModule, given: Mapping[str, Any]) -> None:
+    """Compare the number of microbatches with the batch size, where nothing else than the loader makes batches."""
+    loader = given.get("train_dataloaders")
+    is_changed = options.batch_splitter is not None or any(is_overridden(hook, module) for hook in _BATCH_HOOKS)
+    if isinstance(loader, DataLoader) and loader.collate_fn is default_collate and not is_changed:
+        check_number(loader.batch_size, options.microbatches)
