@@ -6,6 +6,7 @@ combined (Chan et al. 1983), and two sums in the backward. LayerNorm over channe
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _moments(x: Tensor, dims: list[int], rows: Rows) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over ``dims``, which include the rows of all ranks."""
-    variance, mean = torch.var_mean(_wide(x), dims, correction=0)
-    found = torch.stack(rows.ranks.all_gather(torch.stack([mean, variance])))
-    means, variances = found[:, 0], found[:, 1]
-    share = means.new_tensor([count / rows.length for count in rows.counts]).view(-1, *(1 for _ in range(mean.dim())))
+def _moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel, dim 1, over all else and the rows of all ranks."""
+    found = aten.batch_norm_update_stats(_wide(x), None, None, 0.0)  # three times as fast as torch.var_mean
+    found = torch.stack(rows.ranks.all_gather(torch.stack(found)))
+    means, variances = found.unbind(1)
+    share = means.new_tensor([count / rows.length for count in rows.counts])[:, None]
     mean = (means * share).sum(0)
     return mean, ((variances + (means - mean).square()) * share).sum(0)
 
@@ -40,8 +41,7 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     if not training:
         out, *saved = func(x.local, weight, bias, running_mean, running_var, False, momentum, eps)
         return x.like(out), *saved
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    mean, variance = _moments(x.local, dims, x.vocabulary)
+    mean, variance = _moments(x.local, x.vocabulary)
     count = x.numel() // x.shape[1]
     if running_mean is not None:
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -82,8 +82,8 @@ def group_norm(func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias, samples, channels, _, groups, eps = args
     if not is_spatial(x):
         return NotImplemented
-    grouped = x.local.reshape(samples, groups, channels // groups, *x.local.shape[2:])
-    mean, variance = _moments(grouped, list(range(2, grouped.dim())), x.vocabulary)
+    moments = _moments(x.local.reshape(1, samples * groups, channels // groups, -1), x.vocabulary)
+    mean, variance = (each.view(samples, groups) for each in moments)
     inverse = (variance + eps).rsqrt()
     scale, shift = inverse.repeat_interleave(channels // groups, 1), None
     scale = scale if weight is None else scale * weight
@@ -147,19 +147,18 @@ def var_mean(func: Any, args: Any, kwargs: Any) -> Any:
     """Variance and mean over dims that include the rows."""
     x, dims = args[0], args[1] if len(args) > 1 else None
     dims = [dim % x.dim() for dim in dims] if dims else list(range(x.dim()))
-    if x.cut_dim not in dims:
+    if x.cut_dim not in dims or not x.is_floating_point():
         return NotImplemented
-    mean, variance = _moments(x.local, dims, x.vocabulary)
-    count = 1
-    for dim in dims:
-        count *= x.shape[dim]
+    kept = [dim for dim in range(x.dim()) if dim not in dims]
+    count = math.prod(x.shape[dim] for dim in dims)
+    sizes = [x.shape[dim] for dim in kept]
+    mean, variance = _moments(x.local.permute(*kept, *dims).reshape(1, math.prod(sizes), 1, -1), x.vocabulary)
     correction = kwargs.get("correction")
     free = count - (1 if correction is None else correction)
     variance = variance * (count / free if free > 0 else float("nan"))
-    found = [each.to(x.dtype) for each in (variance, mean)]
     if kwargs.get("keepdim"):
-        found = [each.view([1 if dim in dims else size for dim, size in enumerate(x.shape)]) for each in found]
-    return tuple(found)
+        sizes = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    return tuple(each.to(x.dtype).view(sizes) for each in (variance, mean))
 
 
 RULES = {

@@ -251,7 +251,7 @@ def _moved_rows(indices: Tensor, x: VocabularyShard, rows: Tensor, needs: Needs,
         inner *= x.shape[dim]
     outer_dims = range(2, x.cut_dim)
     if not list(outer_dims):
-        return indices + sign * start * inner if start else indices
+        return indices if not start else indices.add_(start * inner) if sign > 0 else indices - start * inner
     local, full = (inner * rows.shape[x.cut_dim], inner * x.shape[x.cut_dim])
     source, target = (local, full) if sign > 0 else (full, local)
     outer, rest = indices.div(source, rounding_mode="floor"), indices % source
