@@ -66,8 +66,8 @@ def _linear(input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
 class _Cut(torch.autograd.Function, NotIntercepted):
     @staticmethod
     def forward(ctx: Any, full: Tensor, dim: int, rows: Rows) -> SpatialTensor:
-        """This rank's rows of a full tensor."""
-        return SpatialTensor(rows.local_rows(full.detach(), dim), dim, rows)
+        """A copy of this rank's rows of a full tensor, which need not be kept for them."""
+        return SpatialTensor(rows.local_rows(full.detach(), dim).clone(), dim, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
