@@ -2,7 +2,7 @@
 
 python examples/unet.py                                          2 stages: 2 processes
 python examples/unet.py --devices 4                              2 replicas x 2 stages: 4 processes
-python examples/unet.py --pipeline 1 --spatial 2                 each image over 2 processes, which have half of its rows
+python examples/unet.py --pipeline 1 --spatial 2                 each image over 2 processes, by halves
 python examples/unet.py --devices 1 --pipeline 1                 one process
 """
 
