@@ -2,6 +2,7 @@
 
 python examples/unet.py                                          2 stages: 2 processes
 python examples/unet.py --devices 4                              2 replicas x 2 stages: 4 processes
+python examples/unet.py --pipeline 1 --spatial 2                 each image over 2 processes, by halves
 python examples/unet.py --devices 1 --pipeline 1                 one process
 """
 
@@ -87,8 +88,9 @@ def draw(images: Tensor, masks: Tensor, found: Tensor, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=2, help="processes: stages x replicas")
+    parser.add_argument("--devices", type=int, default=2, help="processes: stages x replicas x spatial ranks")
     parser.add_argument("--pipeline", type=int, default=2, help="pipeline stages")
+    parser.add_argument("--spatial", type=int, default=1, help="processes that share each image")
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("lightning_logs/unet"), help="folder of all files")
@@ -97,7 +99,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=args.devices,
-        strategy=Hybrid3DStrategy(pipeline_parallel_size=args.pipeline),
+        strategy=Hybrid3DStrategy(pipeline_parallel_size=args.pipeline, spatial_parallel_size=args.spatial),
         max_epochs=args.epochs,
         default_root_dir=args.out,
         enable_model_summary=False,

@@ -12,6 +12,7 @@ from pathlib import Path
 import checkpoints
 import data_path
 import experts
+import halos
 import mesh
 import schedules
 import step_graph
@@ -24,6 +25,7 @@ PICTURES = {
     "checkpoints": checkpoints.draw,
     "data_path": data_path.draw,
     "experts": experts.draw,
+    "halos": halos.draw,
     "mesh": mesh.draw,
     "schedules": schedules.draw,
     "step_graph": step_graph.draw,

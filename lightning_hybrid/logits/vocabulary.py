@@ -41,6 +41,11 @@ class Vocabulary:
         """This rank's rows of a full tensor, of any shape with ``length`` rows along ``dim``, as a view."""
         return full.narrow(dim, self.offset, self.local_length)
 
+    def joined(self, local: Tensor, dim: int) -> Tensor:
+        """All-gathers this rank's rows (..., rows, ...) to the full tensor (..., length, ...)."""
+        placement = self.shard(dim)
+        return join(self.ranks.all_gather(padded(local.detach(), placement).contiguous()), placement)
+
     def summed(self, addend: Tensor) -> Tensor:
         """The sum over the ranks, of the same shape, in the memory of the addend if that is dense."""
         addend = addend.contiguous()
@@ -159,9 +164,8 @@ class VocabularyShard(ShardedTensorBase):
         return self._gathered[0]
 
     def _joined(self, local: Tensor, dim: int) -> Tensor:
-        placement = self.vocabulary.shard(dim)
         self.vocabulary.num_gathers += 1
-        return join(self.vocabulary.ranks.all_gather(padded(local.detach(), placement).contiguous()), placement)
+        return self.vocabulary.joined(local, dim)
 
     def exposed(self) -> Tensor:
         """The full shape as ``gathered``, for views that user code gets and might write."""

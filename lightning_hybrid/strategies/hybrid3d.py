@@ -57,12 +57,11 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             ``objective`` or ``max_memory`` is set, or (b) you set no layout and the model's states would fill more than
             half a device. Then the planner chooses whatever is "auto": these sizes, ``zero_stage``, recomputation.
         pipeline_parallel_size: Ranks that the layers are divided over, as pipeline stages.
-        context_parallel_size: Ranks that share the positions of each sequence, from the first operation of a layer to
-            its last. Each of them may be several tensor ranks.
+        context_parallel_size: Ranks that share the positions of each sequence in all of a layer.
+        spatial_parallel_size: Ranks that share the rows of each image, volume and feature map.
         expert_parallel_size: Ranks that share a layer's experts and exchange token rows: context ranks, then replicas.
         expert_chunks: Chunks in which the experts of a rank run; the rows of one are sent while another is computed.
-        sequence_parallel: Shards the sequence over the tensor ranks between sharded regions; with context ranks, each
-            one's own positions. "auto" is False unless planned.
+        sequence_parallel: Shards the sequence over tensor ranks between sharded regions. "auto": False unless planned.
         num_microbatches: Microbatches of each replica's batch. "auto" is 1 without stages, and at most four times the
             number of stages with them.
         microbatch: "auto" finds the largest microbatch that fits. A training step in which a rank runs out of memory is
@@ -149,6 +148,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         *,
         microbatch: Literal["auto"] | None = None,
         context_parallel_size: int | Literal["auto"] = "auto",
+        spatial_parallel_size: int = 1,
         expert_parallel_size: int | Literal["auto"] = "auto",
         expert_chunks: int = 1,
         max_microbatches_in_flight: int | None = None,

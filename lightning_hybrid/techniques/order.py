@@ -50,7 +50,11 @@ def techniques_of(run: Any) -> tuple[Technique, ...]:
         from lightning_hybrid.techniques.compile import CompiledLayers
 
         found.append(CompiledLayers())
-    if run.runner is not None and mesh.size("tp") * mesh.size("cp") > 1:
+    if run.runner is not None and options.spatial_parallel_size > 1:
+        from lightning_hybrid.techniques.spatial import SpatialParallel
+
+        found.append(SpatialParallel(options.spatial_parallel_size))
+    elif run.runner is not None and mesh.size("tp") * mesh.size("cp") > 1:
         from lightning_hybrid.techniques.tensor import TensorParallel
 
         found.append(TensorParallel.of(run))

@@ -24,7 +24,7 @@ _SHORT = {
 }
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 # Sizes whose ranks see the same batch; experts are a view of other axes and need no ranks of their own.
-_SAME_BATCH = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+_SAME_BATCH = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "spatial_parallel_size")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ MAX_LINES, MAX_FUNCTION, MAX_STRATEGY = 500, 60, 300
 # Files of one floor that make one list (techniques/order.py).
 TECHNIQUES = (
     *("activations", "adascale", "batch_norm", "budget", "compile", "experts", "fused_adam", "logits", "offload"),
-    *("order", "recompute", "reducers", "tensor", "tensor_plans", "zero"),
+    *("order", "recompute", "reducers", "spatial", "tensor", "tensor_plans", "zero"),
 )
 FLOORS = [
     {"errors", "soft_failures", "text"},
@@ -38,7 +38,7 @@ FLOORS = [
     {"tensor", "tensor/collectives", "optimizers"},
     {"experts/parallel"},
     {"experts", "logits", "tensor/region"},
-    {"sequence"},
+    {"sequence", "spatial"},
     {"tensor/runtime"},
     {"tensor/proof"},
     {"tensor/search"},

@@ -26,7 +26,7 @@ class Case:
         splits: Whether a batch can be split into microbatches; otherwise the strategy chooses their number.
         trainer: Arguments of the Trainer that belong to the module.
         of_each_replica: Metrics that hooks make of what each replica has kept, so that replicas know different ones.
-        layouts: Names of further layouts that mean something for it: "cp2", "ep2".
+        layouts: Names of further layouts that mean something for it: "cp2", "ep2", "sp2".
         precision: As Lightning spells it.
     """
 

@@ -320,11 +320,11 @@ class AlternatingLSGAN(LightningModule):
 
 
 CASES = [
-    Case(DDPM, images, draws=True),
-    Case(AveragedDiffusion, images, draws=True),
-    Case(GuidedDiffusion, images, draws=True),
-    Case(DCGAN, images, draws=True),
-    Case(WGANGP, images, draws=True),
-    Case(ClampedWGAN, images, draws=True),
-    Case(AlternatingLSGAN, images, draws=True),
+    Case(DDPM, images, draws=True, layouts=("sp2",)),
+    Case(AveragedDiffusion, images, draws=True, layouts=("sp2",)),
+    Case(GuidedDiffusion, images, draws=True, layouts=("sp2",)),
+    Case(DCGAN, images, draws=True, layouts=("sp2",)),
+    Case(WGANGP, images, draws=True, layouts=("sp2",)),
+    Case(ClampedWGAN, images, draws=True, layouts=("sp2",)),
+    Case(AlternatingLSGAN, images, draws=True, layouts=("sp2",)),
 ]

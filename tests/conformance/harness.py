@@ -43,6 +43,7 @@ LAYOUTS = {
         Layout("dp2 x pp2", 4, {**_TWO, "pipeline_parallel_size": 2}),
         Layout("pp2 x 4 microbatches", 2, {**_FOUR, "pipeline_parallel_size": 2}),
         Layout("cp2", 2, {**_ONE, "context_parallel_size": 2}),
+        Layout("sp2", 2, {**_ONE, "spatial_parallel_size": 2}),
         Layout("ep2", 2, {**_ONE, "expert_parallel_size": 2}),
         Layout("planned", 2, {"data_parallel_size": 1, "objective": "throughput"}),
     )
@@ -81,7 +82,7 @@ class Outcome:
 
 def layouts_of(case: Case) -> list[Layout]:
     """Those that mean something for a case."""
-    unfit = {"cp2", "ep2"} - set(case.layouts)
+    unfit = {"cp2", "ep2", "sp2"} - set(case.layouts)
     unfit |= set() if case.splits else {"pp2 x 4 microbatches"}
     return [layout if case.splits else _unsplit(layout) for name, layout in LAYOUTS.items() if name not in unfit]
 

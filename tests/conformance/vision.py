@@ -376,13 +376,14 @@ def pictures():
 
 
 CASES = [
-    Case(DETR, scenes, trainer={"gradient_clip_val": 0.1}),
-    Case(RetinaNet, scenes),
+    Case(DETR, scenes, trainer={"gradient_clip_val": 0.1}, layouts=("sp2",)),
+    Case(RetinaNet, scenes, layouts=("sp2",)),
     Case(
         BinaryUNet,
         pictures,
+        layouts=("sp2",),
         of_each_replica=("train_per_image_iou", "train_iou", "valid_per_image_iou", "valid_iou"),
     ),
-    Case(DeepSupervision, pictures, trainer={"gradient_clip_val": 12.0}),
-    Case(DeepLab, pictures),
+    Case(DeepSupervision, pictures, trainer={"gradient_clip_val": 12.0}, layouts=("sp2",)),
+    Case(DeepLab, pictures, layouts=("sp2",)),
 ]

@@ -71,6 +71,7 @@ class Options:
     max_microbatches_in_flight: int | None = None
     microbatch: Literal["auto"] | None = None
     expert_chunks: int = 1
+    spatial_parallel_size: int = 1
     optimizer_in_backward: bool = False
     chunked_loss: bool | int = False
     save_distributed_checkpoint: bool = False
@@ -177,6 +178,11 @@ class Options:
         for name, size in self.sizes.items():
             if not _is_count(size) and size != "auto":
                 raise LayoutError(f"{name}={size!r}; use 'auto' or a whole number of 1 or more", entry="size-type")
+        if not _is_count(self.spatial_parallel_size):
+            given = f"spatial_parallel_size={self.spatial_parallel_size!r}"
+            raise LayoutError(f"{given}; use a whole number of 1 or more", entry="size-type")
+        if self.spatial_parallel_size > 1:
+            self._check_spatial()
         tensor = self.sizes["tensor_parallel_size"]
         if self.sequence_parallel and (tensor == 1 or (tensor == "auto" and not self.asks_for_plan)):
             raise ValueError(
@@ -184,6 +190,15 @@ class Options:
                 f" tensor_parallel_size={tensor!r}; set tensor_parallel_size=2 or more, or context_parallel_size to"
                 " shard sequences alone"
             )
+
+    def _check_spatial(self) -> None:
+        given = {**self.sizes, "compile": self.compile}
+        for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "compile"):
+            if given[name] not in (1, "auto", None):
+                raise ValueError(
+                    f"spatial_parallel_size={self.spatial_parallel_size} shards images, and layers under"
+                    f" {name}={given[name]!r} would gather them; leave one of the two out"
+                )
 
     def _check_plan(self) -> None:
         if self.objective not in (None, "throughput", "largest_batch"):
@@ -219,7 +234,7 @@ class Options:
     def sets_layout(self) -> bool:
         """Whether the user has set a size, or shards or offloads states."""
         sizes = any(size != "auto" for size in self.sizes.values())
-        return sizes or bool(self.zero_stage) or self.offload is not None
+        return sizes or self.spatial_parallel_size > 1 or bool(self.zero_stage) or self.offload is not None
 
     def with_planned(self, planned: Mapping[str, Any]) -> Options:
         """Return the options with the planned ones, by the names of the strategy's arguments."""
@@ -307,6 +322,8 @@ class Options:
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
         """The sizes of the layout; those left to the planner are 1 unless it has set them."""
         sizes = {n: 1 if size == "auto" and n != "data_parallel_size" else size for n, size in self.sizes.items()}
+        if self.spatial_parallel_size > 1:  # ranks with the same samples, as those of sequences
+            sizes["context_parallel_size"] = self.spatial_parallel_size
         shard: int | Literal["all"] = 1
         if self.zero_stage:
             shard = "all" if self.shard_size is None else self.shard_size

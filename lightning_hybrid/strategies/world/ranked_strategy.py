@@ -270,6 +270,8 @@ class RankedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process groups, and build the mesh."""
         check_connections()
+        if self._has_ranks and self._environment.creates_processes_externally:
+            self._environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         check_device_precision(getattr(self.precision_plugin, "precision", ""), self.root_device)
         requested = self.options.process_group_backend
         if requested == "gloo" and self.root_device.type == "cuda":
