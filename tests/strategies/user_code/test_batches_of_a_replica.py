@@ -68,6 +68,14 @@ class BranchesByHand(Branches):
     manual = True
 
 
+class Images(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Unflatten(1, (1, LENGTH)), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1)
+        )
+
+
 def error_of(case, layout, differing, equal, stage="fit"):
     """The error of this rank, where `differing` ranks have other samples than the rest after `equal` ones."""
     ignore_warnings()
@@ -87,7 +95,7 @@ def error_of(case, layout, differing, equal, stage="fit"):
 
 
 TP, CP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
-PP = {"pipeline_parallel_size": 2}
+PP, SP = {"pipeline_parallel_size": 2}, {"spatial_parallel_size": 2}
 
 
 def check(worlds, size, *args):
@@ -99,7 +107,7 @@ def check(worlds, size, *args):
 @pytest.mark.parametrize("equal", [0, BATCH], ids=["first", "later"])
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [(Blocks, TP), (ByHand, TP), (Blocks, CP), (ByHand, PP), (Branches, PP), (BranchesByHand, PP)],
+    [(Blocks, TP), (ByHand, TP), (Blocks, CP), (Images, SP), (ByHand, PP), (Branches, PP), (BranchesByHand, PP)],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
 )
 def test_a_batch_that_differs_is_refused(worlds, case, layout, equal):
