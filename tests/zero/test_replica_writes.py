@@ -157,7 +157,7 @@ class AssignsGradients(ScalesGradients):
         self.optimizers().step()
 
 
-class ScalesAlike(ScalesGradients):
+class ScalesByHalf(ScalesGradients):
     def factor(self, batch):
         return 0.5
 
@@ -242,7 +242,7 @@ def test_gradients_of_one_replica_are_refused(worlds):
         assert message.startswith("StepError") and "averaged" in message, message
 
 
-@pytest.mark.parametrize("case", [Same, SameByHand, ScalesAlike])
+@pytest.mark.parametrize("case", [Same, SameByHand, ScalesByHalf])
 @pytest.mark.parametrize("strategy", [BY_STEP, BY_LAYER, {"zero_stage": 1}], ids=str)
 def test_equal_values_are_written(worlds, case, strategy):
     [expected] = worlds.run(1, trained, case, 1, "auto")

@@ -302,7 +302,7 @@ class _HandoffFunction(torch.autograd.Function):
 
 
 def expect_seed(loss: Tensor) -> None:
-    """Let a backward deposit gradients unread: it is that of a scalar loss as Lightning divides it, and of no other."""
+    """Let the host not read the gradient of a step's scalar loss, which Lightning has only divided."""
     divided = None if loss.grad_fn is None else loss.grad_fn.next_functions[0][0]
     owner = getattr(divided, "owner", None)
     if isinstance(owner, GradientHandoff):
