@@ -161,13 +161,18 @@ def refuse_foreign(keywords: Mapping[str, Any], own: Collection[str]) -> None:
 
     Raises:
         TypeError: One is unknown; it names the nearest options.
-        ValueError: One is of another library; it names what to set here.
+        ValueError: Some are of another library; it names what to set here for each.
     """
+    theirs = {name: library for library, advice in reversed(ADVICE.items()) for name in advice}
+    found = [
+        f"{name}={reprlib.repr(value)} is a keyword of {theirs[name]}: {ADVICE[theirs[name]][name]}"
+        for name, value in keywords.items()
+        if name in theirs and name not in _SHORT
+    ]
+    if found:
+        raise ValueError("; ".join(found))
     for name, value in keywords.items():
         if name in _SHORT:
             raise TypeError(f"the strategy has no option {name!r}; set {_SHORT[name]}={reprlib.repr(value)}")
-        for library, advice in ADVICE.items():
-            if name in advice:
-                raise ValueError(f"{name}={reprlib.repr(value)} is a keyword of {library}: {advice[name]}")
         near = difflib.get_close_matches(name, own, n=3)
         raise TypeError(f"the strategy has no option {name!r}{'; the nearest are ' if near else ''}{', '.join(near)}")

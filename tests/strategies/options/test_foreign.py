@@ -22,6 +22,10 @@ NAMES = {name for advice in ADVICE.values() for name in advice}
     ("given", "message"),
     [
         ({"stage": 3}, r"stage=3 is a keyword of DeepSpeed: set zero_stage to the same number"),
+        (
+            {"stage": 3, "offload_optimizer": True},
+            r"set zero_stage to the same number.*; offload_optimizer=True is a keyword of",
+        ),
         ({"sharding_strategy": "FULL_SHARD"}, r"sharding_strategy='FULL_SHARD' is a keyword of FSDP: set zero_stage=3"),
         ({"fsdp_offload_params": True}, r"fsdp_offload_params=True is a keyword of accelerate: set offload='cpu'"),
         ({"find_unused_parameters": False}, r"find_unused_parameters=False is a keyword of DDP: leave it out"),
