@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
     """
     content: dict[str, Any] = {}
     with Progress("explain") as progress, data_and_device_errors():
-        layout, made, precision = layout_and_classes(parsed, progress)
+        layout, made, precision, _ = layout_and_classes(parsed, progress)
         import torch  # late, since it takes seconds
 
         torch.manual_seed(0)

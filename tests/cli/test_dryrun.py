@@ -166,6 +166,16 @@ def test_sizes_that_fill_a_world(capsys):
     assert status == 0 and content["layout"] == "dp=4,tp=2,pp=2" and content["ranks"] == 16
 
 
+def test_nodes_of_a_config(capsys, tmp_path):
+    options = "class_path: lightning_hybrid.Hybrid3DStrategy, init_args: {pipeline_parallel_size: 2}"
+    (tmp_path / "run.yaml").write_text(f"trainer: {{devices: 2, num_nodes: 2, strategy: {{{options}}}}}")
+    arguments = [f"{CLASSES}:Stack", "--config", str(tmp_path / "run.yaml")]
+    _, content = dry_run(capsys, *arguments)
+    assert (content["ranks"], content["nodes"]) == (4, 2) and [r["node"] for r in content["rank"]] == [0, 1]
+    assert dry_run(capsys, *arguments, "--num-nodes", "4")[1]["nodes"] == 4
+    assert dry_run(capsys, *arguments, "--layout", "pp=2")[1]["nodes"] == 1
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "reason"),
     [
