@@ -246,7 +246,7 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
     print()
     ranks = content["rank"]
     named = {(f"rank {each['rank']}", ", ".join(map(str, each["stages"]))): each["bytes"] for each in ranks}
-    print_table(memory_rows(["bytes of a rank, estimated", "stages"], named, {}))
+    print_table(memory_rows(["bytes of a rank, estimated", "stages"], named, content["offloaded"]))
     print_table(_message_rows(ranks))
     _print_tensor_plans(content["tensor_plans"])
     if verbose or len(ranks) <= _FEW:

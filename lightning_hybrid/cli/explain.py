@@ -97,7 +97,7 @@ def explain(
     content |= {
         "techniques": list(run_plan.techniques),
         "offloaded": run.setting.options.offloaded,
-        "memory": [rank.sizes for rank in run_plan.memory],
+        "memory": [rank.offloaded_to(run.setting.options.offloaded).sizes for rank in run_plan.memory],
         "memory_without_techniques": [rank.sizes for rank in run_plan.memory_without_techniques],
     }
     content["may_retry"] = refused is not None and run_plan.partition is not None and run_plan.partition.may_retry

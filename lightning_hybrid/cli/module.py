@@ -290,8 +290,9 @@ def memory_rows(
         ranks: The bytes of each, by these cells.
         places: Where a kind is, if not in memory of the compute device.
     """
-    names = (kind.replace("_", " ") + (f" ({where})" if (where := places.get(kind)) else "") for kind in _KINDS)
+    kinds = (*_KINDS, "host_total") if "cpu" in places.values() else _KINDS
+    names = (kind.replace("_", " ") + (f" ({where})" if (where := places.get(kind)) else "") for kind in kinds)
     rows: list[tuple[str, ...]] = [(*head, *names)]
     for cells, sizes in ranks.items():
-        rows.append((*cells, *("unknown" if (size := sizes[kind]) is None else f"{size:,}" for kind in _KINDS)))
+        rows.append((*cells, *("unknown" if (size := sizes[kind]) is None else f"{size:,}" for kind in kinds)))
     return rows
