@@ -8,6 +8,7 @@
 
 # Submit it in the folder of train.py: sbatch slurm.sh
 set -euo pipefail
+# source /path/to/.venv/bin/activate  # unless you submit it with the environment active
 export ACCELERATOR=${ACCELERATOR:-gpu} DEVICES=$SLURM_NTASKS_PER_NODE NODES=$SLURM_NNODES
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 srun python train.py

@@ -37,6 +37,7 @@ if __name__ == "__main__":
         devices=int(os.environ.get("DEVICES", "2")),  # ranks on each node
         num_nodes=int(os.environ.get("NODES", "1")),
         max_epochs=2,
+        precision="32-true",  # on GPUs "bf16-mixed", say
         strategy=Hybrid3DStrategy(pipeline_parallel_size=2),
         callbacks=ModelCheckpoint("checkpoints", save_last=True),
     )

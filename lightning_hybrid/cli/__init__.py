@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +21,7 @@ from lightning_hybrid.cli import (
     verify,
 )
 from lightning_hybrid.cli.classes import split_class_flags
-from lightning_hybrid.cli.command import EXIT_STATUSES, PROBLEM, USAGE, UsageError
+from lightning_hybrid.cli.command import EXIT_STATUSES, PROBLEM, READER_ENDED, USAGE, UsageError
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.version import __version__
 
@@ -50,10 +52,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if class_flags and not hasattr(parsed, "module"):
             raise UsageError(f"unknown argument {class_flags[0]!r}")
         parsed.class_flags = class_flags
-        return int(parsed.run(parsed))
+        status = int(parsed.run(parsed))
+        sys.stdout.flush()  # here, where an error of it is handled
+        return status
+    except BrokenPipeError:
+        if not _reader_has_ended():
+            raise
+        return READER_ENDED
     except UsageError as error:
         print(f"lightning-hybrid {parsed.command}: {error}", file=sys.stderr)
         return USAGE
     except CheckpointError as error:
         print(f"lightning-hybrid {parsed.command}: {error}", file=sys.stderr)
         return PROBLEM
+
+
+def _reader_has_ended() -> bool:
+    """Whether nobody reads the output any more, as after ``| head``; what is left of it is then dropped."""
+    output = select.poll()
+    output.register(sys.stdout, select.POLLERR)
+    if not output.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # Python flushes once more at its end
+    os.close(nowhere)
+    return True

@@ -60,6 +60,8 @@ def _checked(parsed: argparse.Namespace, run: Any) -> int:
         raise UsageError(f"there is no {parsed.source}")
     try:
         return int(run(parsed))
+    except BrokenPipeError:  # of the output
+        raise
     except OSError as error:
         print(f"lightning-hybrid checkpoint: {error}", file=sys.stderr)
         return PROBLEM

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 OK, PROBLEM, USAGE, REFUSED = 0, 1, 2, 3
+READER_ENDED = 141  # what a shell gives for a process that is ended by SIGPIPE
 
 EXIT_STATUSES = """exit status: 0 ok; 1 numbers differ, or a problem was found; 2 invalid command line;
 3 a layout or a step is refused. An error in your own code gives its traceback and 1"""

@@ -67,7 +67,7 @@ def add_to(commands: Any) -> None:
         help="ranks to describe: numbers and ranges such as 0,8,16-23, 'stages' for the first rank of each pipeline"
         " rank (default), or 'all'; repeat for several",
     )
-    parser.add_argument("--num-nodes", type=int, default=1, help="nodes of the world (%(default)s)")
+    parser.add_argument("--num-nodes", type=int, help="nodes of the world (config's or 1)")
     parser.add_argument("--devices", type=int, help="ranks of a node (those of the layout / nodes)")
     parser.add_argument(
         "--with-storage", action="store_true", help="build parameters with storage, if the module reads their values"
@@ -84,14 +84,15 @@ def run(parsed: argparse.Namespace) -> int:
     check_counts(parsed, "num_nodes", "devices")
     content: dict[str, Any] = {}
     with Progress("dryrun") as progress, data_and_device_errors():
-        layout, made, precision = layout_and_classes(parsed, progress)
-        layout = in_world(layout, parsed.num_nodes, parsed.devices)
+        layout, made, precision, num_nodes = layout_and_classes(parsed, progress)
+        num_nodes = parsed.num_nodes or num_nodes
+        layout = in_world(layout, num_nodes, parsed.devices)
         _check_ranks(parsed.rank or ["stages"], layout.devices)
         import torch  # late, since it takes seconds
 
         torch.manual_seed(0)
         with refusals(layout, content):
-            content |= {"layout": layout.name, **_described(parsed, made, layout, precision, progress)}
+            content |= {"layout": layout.name, **_described(parsed, made, layout, num_nodes, precision, progress)}
     if parsed.json:
         print_json(content)
     else:
@@ -100,7 +101,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _described(
-    parsed: argparse.Namespace, made: ConfiguredRun, layout: Layout, precision: str, progress: Progress
+    parsed: argparse.Namespace,
+    made: ConfiguredRun,
+    layout: Layout,
+    num_nodes: int,
+    precision: str,
+    progress: Progress,
 ) -> dict[str, Any]:
     from lightning_hybrid.planning.dry_run.ranks import dry_run
     from lightning_hybrid.step.deferred_init.parameters import parameters_on_meta
@@ -120,7 +126,7 @@ def _described(
             layout.options(None),
             precision,
             lambda sizes: chosen_ranks(parsed.rank or ["stages"], sizes),
-            num_nodes=parsed.num_nodes,
+            num_nodes=num_nodes,
             with_shapes=parsed.verbose,
             on_phase=progress.phase,
         )
@@ -240,7 +246,7 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
     print()
     ranks = content["rank"]
     named = {(f"rank {each['rank']}", ", ".join(map(str, each["stages"]))): each["bytes"] for each in ranks}
-    print_table(memory_rows(["bytes of a rank, estimated", "stages"], named, {}))
+    print_table(memory_rows(["bytes of a rank, estimated", "stages"], named, content["offloaded"]))
     print_table(_message_rows(ranks))
     _print_tensor_plans(content["tensor_plans"])
     if verbose or len(ranks) <= _FEW:

@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
     """
     content: dict[str, Any] = {}
     with Progress("explain") as progress, data_and_device_errors():
-        layout, made, precision = layout_and_classes(parsed, progress)
+        layout, made, precision, _ = layout_and_classes(parsed, progress)
         import torch  # late, since it takes seconds
 
         torch.manual_seed(0)
@@ -97,7 +97,7 @@ def explain(
     content |= {
         "techniques": list(run_plan.techniques),
         "offloaded": run.setting.options.offloaded,
-        "memory": [rank.sizes for rank in run_plan.memory],
+        "memory": [rank.offloaded_to(run.setting.options.offloaded).sizes for rank in run_plan.memory],
         "memory_without_techniques": [rank.sizes for rank in run_plan.memory_without_techniques],
     }
     content["may_retry"] = refused is not None and run_plan.partition is not None and run_plan.partition.may_retry

@@ -34,6 +34,16 @@ class Arguments:
             place = "cpu" if device == "cpu" else f"disk:{folder or 'PATH'}"
             self.strategy.setdefault("offload", {})[part] = place
 
+    def leave_out(self, name: str, reason: str) -> None:
+        """Leave a key out, in one line with the others that have the same reason."""
+        for number, line in enumerate(self.left_out):
+            names, _, other = line.partition(": ")
+            if other == reason:
+                together = dict.fromkeys([*names.split(", "), name])  # a key may stand in several sections
+                self.left_out[number] = f"{', '.join(together)}: {reason}"
+                return
+        self.left_out.append(f"{name}: {reason}")
+
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the subparsers of argparse."""
@@ -94,9 +104,9 @@ def _walk(config: Mapping[str, Any], rules: Mapping[str, Rule | Mapping[str, Any
         elif rule is not None:
             rule(value, found)
         elif name.startswith("stage3_"):
-            found.left_out.append(f"{name}: there is no such buffer here; see reshard_after_forward")
+            found.leave_out(name, "there is no such buffer here; see reshard_after_forward")
         else:
-            found.left_out.append(f"{name}: {advice.get(name, 'no counterpart')}".replace(": leave it out: ", ": "))
+            found.leave_out(name, advice.get(name, "no counterpart").removeprefix("leave it out: "))
 
 
 def _strategy(option: str, value: Any = None) -> Rule:
@@ -108,14 +118,27 @@ def _trainer(option: str, value: Any = None) -> Rule:
     return lambda given, found: found.trainer.update({option: given if value is None else value})
 
 
-def _enabled(precision: str) -> Mapping[str, Any]:
-    """Rules of a section that switches a precision on."""
-    scaler = dict.fromkeys(("loss_scale", "initial_scale_power"), _by_hand(_SCALER))
-    return {"enabled": _trainer("precision", precision), **scaler}
+def _enabled(precision: str) -> Rule:
+    """Read a section that switches a precision on; one that does not has no effect."""
+    rules = {
+        "enabled": _trainer("precision", precision),
+        "loss_scale": _by_hand(f"{_SCALER}, with a large growth_interval, which keeps it"),
+        "initial_scale_power": lambda power, found: found.by_hand.append(_SCALER.format(2**power)),
+    }
+
+    def read(given: Any, found: Arguments) -> None:
+        if isinstance(given, Mapping) and given.get("enabled") is True:
+            _walk(given, rules, found)
+
+    return read
 
 
 def _by_hand(text: str) -> Rule:
     return lambda given, found: found.by_hand.append(text.format(given))
+
+
+def _left_out(name: str, reason: str) -> Rule:
+    return lambda given, found: found.leave_out(name, reason)
 
 
 def _nothing(given: Any, found: Arguments) -> None:
@@ -123,7 +146,49 @@ def _nothing(given: Any, found: Arguments) -> None:
 
 
 def _moved(part: str) -> Rule:
-    return lambda given, found: found.move(part, given.get("device"), given.get("nvme_path"))
+    def move(given: Any, found: Arguments) -> None:
+        found.move(part, given.get("device"), given.get("nvme_path"))
+        _walk(given, _OFFLOAD, found)
+
+    return move
+
+
+def _recomputation(given: Any, found: Arguments) -> None:
+    found.strategy["recompute"] = "full"
+    _walk(given, _CHECKPOINTING, found)
+
+
+def _schedule(given: Any, found: Arguments) -> None:
+    kind, numbers = given.get("type", "it"), given.get("params", {})
+    scheduler = f"LambdaLR or SequentialLR with {numbers}"
+    if kind in ("WarmupLR", "WarmupDecayLR"):
+        scheduler = f"LambdaLR(optimizer, {_factor(kind, numbers)}), and lr={_number(numbers, 'warmup_max_lr', 0.001)}"
+    found.by_hand.append(
+        f"schedule: torch has no {kind} as DeepSpeed has it; return"
+        ' {"optimizer": optimizer, "lr_scheduler": {"scheduler": ..., "interval": "step"}} from configure_optimizers,'
+        f" with {scheduler}"
+    )
+
+
+def _factor(kind: str, numbers: Mapping[str, Any]) -> str:
+    """Return the factor of the largest learning rate at a step, as a line of Python."""
+    warmup = _number(numbers, "warmup_num_steps", 1000)
+    is_linear = numbers.get("warmup_type", "log") == "linear"
+    rising = f"step / {warmup}" if is_linear else f"math.log(step + 1) / math.log({warmup})"
+    total = _number(numbers, "total_num_steps", "total_num_steps")
+    falling = "1.0" if kind == "WarmupLR" else f"max(0.0, ({total} - step) / max(1, {total} - {warmup}))"
+    factor = f"{rising} if step < {warmup} else {falling}"
+    least = _number(numbers, "warmup_min_lr", 0)
+    if least != 0:
+        share = f"{least} / {_number(numbers, 'warmup_max_lr', 0.001)}"
+        factor = f"{share} + (1 - {share}) * ({factor})"
+    return f"lambda step: {factor}"
+
+
+def _number(numbers: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return a number of the file; its name where the file leaves it to another library."""
+    value = numbers.get(name, default)
+    return name if value == "auto" else value
 
 
 def _precision(given: Any, found: Arguments) -> None:
@@ -154,8 +219,27 @@ def _checkpoint_kind(given: Any, found: Arguments) -> None:
     found.strategy["save_distributed_checkpoint"] = "SHARDED" in str(given).upper()
 
 
-_SCALER = "loss scale {}: HybridPrecision('16-mixed', scaler=torch.amp.GradScaler(...))"
+_SCALER = "loss scale {0}: HybridPrecision('16-mixed', scaler=torch.amp.GradScaler(init_scale={0}))"
 _BATCH = "batch size {}: set it on the DataLoader; it is for one replica"
+_ALL_BATCHES = (
+    "train_batch_size {} = batch size of the DataLoader x accumulate_grad_batches x replicas; a replica has several"
+    " devices under stages, tensor or context ranks"
+)
+_FULL_FILE = _left_out(
+    "stage3_gather_16bit_weights_on_model_save",
+    "default: a checkpoint is one full file; save_distributed_checkpoint=True otherwise",
+)
+_OFFLOAD: dict[str, Any] = {
+    **dict.fromkeys(("device", "nvme_path"), _nothing),
+    **{
+        name: _left_out(name, "there is no such buffer, file or message here")
+        for name in ("buffer_count", "buffer_size")
+    },
+}
+_CHECKPOINTING: dict[str, Any] = {
+    "number_checkpoints": _left_out("number_checkpoints", "each layer is one; recompute=n is every n-th layer"),
+    "profile": _left_out("profile", "set Trainer(profiler='simple')"),
+}
 _GRADIENTS = {
     "gradient_clipping": _trainer("gradient_clip_val"),
     "gradient_accumulation_steps": _trainer("accumulate_grad_batches"),
@@ -167,22 +251,24 @@ _DEEPSPEED: dict[str, Any] = {
         "offload_optimizer": _moved("optimizer_states"),
         "offload_param": _moved("parameters"),
         "zero_hpz_partition_size": _strategy("shard_size"),
+        "stage3_gather_16bit_weights_on_model_save": _FULL_FILE,
     },
     "bf16": _enabled("bf16-mixed"),
     "bfloat16": _enabled("bf16-mixed"),
     "fp16": _enabled("16-mixed"),
-    "activation_checkpointing": _strategy("recompute", "full"),
+    "activation_checkpointing": _recomputation,
     "tensor_parallel": {"autotp_size": _strategy("tensor_parallel_size")},
     "sequence_parallel_size": _strategy("context_parallel_size"),
     "train_micro_batch_size_per_gpu": _by_hand(_BATCH),
-    "train_batch_size": _by_hand("batch size {} of all replicas and accumulated batches together"),
+    "train_batch_size": _by_hand(_ALL_BATCHES),
     "optimizer": lambda given, found: found.by_hand.append(
         f"optimizer: return {given.get('type', 'it')} from configure_optimizers, with {given.get('params', {})}"
     ),
-    "scheduler": lambda given, found: found.by_hand.append(
-        f"schedule: return {given.get('type', 'it')} from configure_optimizers"
+    "scheduler": _schedule,
+    "steps_per_print": _left_out("steps_per_print", "the progress bar and loggers; Trainer(log_every_n_steps=...)"),
+    "wall_clock_breakdown": _left_out(
+        "wall_clock_breakdown", "the callback PipelineTimeline shows the times of a step"
     ),
-    **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"), _nothing),
 }
 _FSDP: dict[str, Any] = {
     "sharding_strategy": _sharding,

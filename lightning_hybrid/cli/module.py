@@ -96,16 +96,16 @@ def configured(parsed: argparse.Namespace) -> tuple[ConfiguredRun, TrainerConfig
     return run, trainer_config(run.parse())
 
 
-def layout_and_classes(parsed: argparse.Namespace, progress: Progress) -> tuple[Layout, ConfiguredRun, str]:
-    """Return the layout, what makes the classes, and the precision that a command line names, or its config."""
+def layout_and_classes(parsed: argparse.Namespace, progress: Progress) -> tuple[Layout, ConfiguredRun, str, int]:
+    """Return what a command line names, or its config: the layout, what makes the classes, precision, nodes."""
     progress.phase(IMPORTING)
     made, config = configured(parsed)
     # After the classes: they decide which Lightning the process has, and a layout is checked with its strategy.
     if parsed.layout is None and config.layout:
-        layout = checked(config.layout)
-    else:
-        layout = layout_of(parsed.layout or "pp=2", parsed.tensor_plan)
-    return layout, made, parsed.precision or config.precision or "32-true"
+        layout, num_nodes = checked(config.layout), config.num_nodes
+    else:  # the config's devices and nodes are those of its own layout
+        layout, num_nodes = layout_of(parsed.layout or "pp=2", parsed.tensor_plan), 1
+    return layout, made, parsed.precision or config.precision or "32-true", num_nodes
 
 
 def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
@@ -144,6 +144,7 @@ class TrainerConfig:
     """The parts of a config that ``verify`` and ``explain`` use."""
 
     layout: Layout | None = None  # the layout of its strategy; None if it names another strategy, or none
+    num_nodes: int = 1  # the nodes of that layout
     seed: int | None = None  # its ``seed_everything``, where that is a number
     precision: str | None = None  # its precision; None if it names none
     arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of the Trainer that are taken over
@@ -162,6 +163,7 @@ def trainer_config(cli: Any) -> TrainerConfig:
     seed, precision = section(cli, "seed_everything"), given.get("precision")
     return TrainerConfig(
         layout=_layout(cli, given),
+        num_nodes=given.get("num_nodes", 1),
         seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
         precision=None if precision is None else str(precision),
         arguments={name: value for name, value in given.items() if name in _TAKEN},
@@ -288,8 +290,9 @@ def memory_rows(
         ranks: The bytes of each, by these cells.
         places: Where a kind is, if not in memory of the compute device.
     """
-    names = (kind.replace("_", " ") + (f" ({where})" if (where := places.get(kind)) else "") for kind in _KINDS)
+    kinds = (*_KINDS, "host_total") if "cpu" in places.values() else _KINDS
+    names = (kind.replace("_", " ") + (f" ({where})" if (where := places.get(kind)) else "") for kind in kinds)
     rows: list[tuple[str, ...]] = [(*head, *names)]
     for cells, sizes in ranks.items():
-        rows.append((*cells, *("unknown" if (size := sizes[kind]) is None else f"{size:,}" for kind in _KINDS)))
+        rows.append((*cells, *("unknown" if (size := sizes[kind]) is None else f"{size:,}" for kind in kinds)))
     return rows

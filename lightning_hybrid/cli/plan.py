@@ -68,7 +68,9 @@ def add_to(commands: Any) -> None:
         example=_EXAMPLE,
     )
     add_classes_to(parser)
-    parser.add_argument("--config-json", metavar="FILE", help="a transformer's config.json, instead of a module")
+    parser.add_argument(
+        "--config-json", metavar="PATH", help="a transformer's config.json, or its folder, instead of a module"
+    )
     parser.add_argument("--sequence", type=int, help="tokens of a sample, with --config-json (2048)")
     parser.add_argument("--hardware", default="a100-80", help=f"{', '.join(preset_names())}, or a file (%(default)s)")
     parser.add_argument("--devices", type=int, default=8, help="of each node (%(default)s)")
@@ -104,6 +106,8 @@ def run(parsed: argparse.Namespace) -> int:
         UsageError: An invalid path, layout, number or argument of a class.
     """
     check_counts(parsed, "devices", "num_nodes", "plans", "batch")
+    if parsed.module is not None and parsed.module.endswith(".json"):  # before torch is imported
+        raise UsageError(f"{parsed.module} is no module; a transformer's configuration is given by --config-json PATH")
     request = _request(parsed)
     try:
         check_cluster(request.hardware, parsed.devices, parsed.num_nodes)
@@ -153,7 +157,8 @@ def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, 
     if parsed.module is not None or parsed.config:
         raise UsageError("--config-json describes the model; leave the module and --config out")
     precision = parsed.precision or "bf16-mixed"
-    path = existing_file(parsed.config_json)
+    given = Path(parsed.config_json)
+    path = existing_file(str(given / "config.json" if given.is_dir() else given))
     if parsed.batch is None:
         raise UsageError("--batch is needed with --config-json: samples of an optimizer step over all replicas")
     with usage_errors():

@@ -8,7 +8,7 @@ whose offloaded states step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from lightning_hybrid.graph.partition import Assignment
@@ -18,6 +18,11 @@ SELECTIVE_SHARE = 0.4  # of the saved bytes that recompute="selective" keeps
 Place = Literal["files", "host"]
 Policies = Mapping[str, str | float]  # what layers save for the backward, by FQN
 KINDS = ("parameters", "gradients", "optimizer_states", "activations")
+
+
+def places_of(where: Mapping[str, str]) -> dict[str, Place]:
+    """Return the place of each kind that is offloaded to "cpu" or "disk:PATH"."""
+    return {what: "host" if storage == "cpu" else "files" for what, storage in where.items()}
 
 
 class Footprint(NamedTuple):
@@ -80,8 +85,17 @@ class RankMemory:
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The bytes of each kind, and the total."""
-        return {**{kind: value for kind, value in vars(self).items() if kind != "places"}, "total": self.total}
+        """The bytes of each kind, the total on the device, and what is offloaded to the host's memory."""
+        kinds = {kind: value for kind, value in vars(self).items() if kind != "places"}
+        host = sum(size or 0 for size in self.sizes_in("host").values())
+        return {**kinds, "total": self.total, "host_total": host}
+
+    def offloaded_to(self, where: Mapping[str, str]) -> RankMemory:
+        """Return the memory of a rank whose compute device is not the host.
+
+        ``where`` names "cpu" or "disk:PATH" for each kind that is offloaded.
+        """
+        return replace(self, places=places_of(where))
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The memory of both; unknown where either is."""

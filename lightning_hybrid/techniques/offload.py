@@ -18,7 +18,7 @@ from lightning_hybrid.optimizers.moved import MovedStates
 from lightning_hybrid.optimizers.trial import has_low_bit_states, why_not_layerwise
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.predict.ranks import Place
+from lightning_hybrid.predict.ranks import Place, places_of
 from lightning_hybrid.step.objects.modules import find_layers
 from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.techniques.fused_adam import fuse_steps
@@ -38,8 +38,8 @@ class Offload(Technique):
 
     def places(self, run: Any) -> dict[str, Place]:
         """Return where each kind is, unless the host is the compute device."""
-        places: dict[str, Place] = {what: "host" if w == "cpu" else "files" for what, w in self.where.items()}
-        return {what: place for what, place in places.items() if place == "files" or run.setting.device.type != "cpu"}
+        places = places_of(self.where).items()
+        return {what: place for what, place in places if place == "files" or run.setting.device.type != "cpu"}
 
     def lines(self, run: Any) -> list[str]:
         """Return the places, and that the host of a device that is the host is none."""

@@ -109,6 +109,19 @@ def test_zero_shards_and_gathers(capsys):
     assert zero["sent_bytes"]["data"] == pytest.approx(1.5 * plain["sent_bytes"]["data"], rel=0.1)
 
 
+def test_the_total_is_that_of_the_device(capsys):
+    arguments = [f"{CLASSES}:Stack", "--layout", "dp=2,zero=2,offload=cpu"]
+    [rank] = dry_run(capsys, *arguments)[1]["rank"]
+    sizes = rank["bytes"]
+    assert sizes["host_total"] == sizes["gradients"] + sizes["optimizer_states"] > 0
+    kept = ("parameters", "activations", "gathered", "working", "messages")
+    assert sizes["total"] == sum(sizes[kind] for kind in kept) > 0
+    assert main(["dryrun", *arguments]) == 0
+    title, row, *_ = capsys.readouterr().out.partition("bytes of a rank")[2].splitlines()
+    assert "gradients (cpu)  optimizer states (cpu)" in title and title.endswith("total  host total")
+    assert row.split()[-2:] == [f"{sizes['total']:,}", f"{sizes['host_total']:,}"]
+
+
 def test_a_batch_stands_for_all_microbatches(capsys):
     _, content = dry_run(capsys, f"{CLASSES}:Stack", "--layout", "pp=2,m=8")
     assert content["num_microbatches"] == 8 and content["rank"][0]["messages"][0]["count"] == 8
@@ -164,6 +177,16 @@ def test_sizes_that_fill_a_world(capsys):
     arguments = ["--layout", "tp=2,pp=2", "--num-nodes", "2", "--devices", "8", "--rank", "15"]
     status, content = dry_run(capsys, f"{CLASSES}:Stack", *arguments)
     assert status == 0 and content["layout"] == "dp=4,tp=2,pp=2" and content["ranks"] == 16
+
+
+def test_nodes_of_a_config(capsys, tmp_path):
+    options = "class_path: lightning_hybrid.Hybrid3DStrategy, init_args: {pipeline_parallel_size: 2}"
+    (tmp_path / "run.yaml").write_text(f"trainer: {{devices: 2, num_nodes: 2, strategy: {{{options}}}}}")
+    arguments = [f"{CLASSES}:Stack", "--config", str(tmp_path / "run.yaml")]
+    _, content = dry_run(capsys, *arguments)
+    assert (content["ranks"], content["nodes"]) == (4, 2) and [r["node"] for r in content["rank"]] == [0, 1]
+    assert dry_run(capsys, *arguments, "--num-nodes", "4")[1]["nodes"] == 4
+    assert dry_run(capsys, *arguments, "--layout", "pp=2")[1]["nodes"] == 1
 
 
 @pytest.mark.parametrize(

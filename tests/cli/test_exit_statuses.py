@@ -1,9 +1,11 @@
 """The exit status of each command, its JSON on standard output alone, and the examples of its help, which are run."""
 
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -231,3 +233,18 @@ def test_phases_are_one_line_on_a_terminal(monkeypatch):
         progress.start("pp=2", 1, 3)
         progress.phase("one process")
         assert "33%" in sys.stderr.text and "pp=2: one process" in sys.stderr.text and "\n" not in sys.stderr.text
+
+
+@pytest.mark.parametrize("command", ["inspect", "schedule"])
+def test_a_reader_that_ends_first_is_no_error(tmp_path, command):
+    """As with ``| head``; the first command prints more than a buffer, the second less."""
+    arguments = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "2"]
+    if command == "inspect":
+        torch.save({"state_dict": {f"layers.{n}.weight": torch.ones(1) for n in range(500)}}, tmp_path / "model.ckpt")
+        arguments = ["checkpoint", "inspect", str(tmp_path / "model.ckpt")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", "lightning_hybrid.cli", *arguments]
+    ended = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")

@@ -79,8 +79,11 @@ def test_memory_with_and_without_techniques(capsys):
         assert stage["bytes"] / 2 <= rank["parameters"] == rank["gradients"] < 0.7 * stage["bytes"]
         assert rank["gathered"] == 2 * stage["bytes"]
         for memory in (rank, without):
-            assert memory["total"] == sum(size for kind, size in memory.items() if kind != "total")
+            sizes = {kind: size for kind, size in memory.items() if not kind.endswith("total")}
+            assert memory["total"] + memory["host_total"] == sum(sizes.values())
         assert 0 < rank["activations"] <= without["activations"]
+        assert rank["host_total"] == rank["parameters"] + rank["gradients"] + rank["optimizer_states"]
+        assert without["host_total"] == 0
     assert plan["memory"][0]["activations"] < plan["memory_without_techniques"][0]["activations"]
 
 
@@ -112,7 +115,7 @@ def test_recomputed_layers_save_less_without_stages(capsys, module):
 def test_text_shows_memory_of_ranks(capsys):
     assert main(["explain", f"{CLASSES}:Stack", "--layout", "dp=2,zero_stage=1,offload=cpu"]) == 0
     title, rank, without, *_ = capsys.readouterr().out.splitlines()
-    assert "optimizer states (cpu)" in title and "gathered" in title and title.endswith("total")
+    assert "optimizer states (cpu)" in title and "gathered" in title and title.endswith("total  host total")
     assert rank.startswith("each rank  ") and without.startswith("each rank without ZeRO, offload and recomputation  ")
 
 

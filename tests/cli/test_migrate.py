@@ -1,6 +1,7 @@
 """`lightning-hybrid migrate` prints arguments that the strategy and the Trainer take."""
 
 import json
+import math
 
 import pytest
 import yaml
@@ -16,15 +17,21 @@ DEEPSPEED = {
         "offload_param": {"device": "cpu", "pin_memory": True},
         "overlap_comm": True,
         "stage3_prefetch_bucket_size": 5e8,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
         "reduce_bucket_size": "auto",
     },
     "bf16": {"enabled": True},
-    "fp16": {"enabled": False, "loss_scale": 0},
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
+    "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4},
     "gradient_clipping": 1.0,
     "gradient_accumulation_steps": 4,
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    "wall_clock_breakdown": False,
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}},
+    "steps_per_print": 10,
+    "wall_clock_breakdown": True,
+    "zero_allow_untested_optimizer": True,
 }
 FSDP = {
     "compute_environment": "LOCAL_MACHINE",
@@ -58,11 +65,51 @@ def migrated(capsys, path, content):
 def test_deepspeed(capsys, tmp_path):
     found, text = migrated(capsys, tmp_path / "ds_config.json", DEEPSPEED)
     offload = {"optimizer_states": "disk:/scratch", "parameters": "cpu"}
-    assert found["strategy"] == {"zero_stage": 3, "offload": offload}
+    assert found["strategy"] == {"zero_stage": 3, "offload": offload, "recompute": "full"}
     assert found["trainer"] == {"precision": "bf16-mixed", "gradient_clip_val": 1.0, "accumulate_grad_batches": 4}
-    assert [line.split(":")[0] for line in found["by_hand"]] == ["batch size 2", "optimizer"]
-    assert [line.split(":")[0] for line in found["left_out"]] == ["overlap_comm", "stage3_prefetch_bucket_size"]
-    assert f"strategy = Hybrid3DStrategy(zero_stage=3, offload={offload})\n" in text and "\nby hand:\n- batch" in text
+    assert [line.split(":")[0] for line in found["by_hand"]] == ["batch size 2", "optimizer", "schedule"]
+    reasons = dict(line.split(": ", 1) for line in found["left_out"])
+    assert list(reasons) == [
+        "pin_memory",
+        "overlap_comm",
+        "stage3_prefetch_bucket_size, stage3_max_live_parameters",
+        "stage3_gather_16bit_weights_on_model_save",
+        *("partition_activations", "number_checkpoints", "steps_per_print", "wall_clock_breakdown"),
+        "zero_allow_untested_optimizer",
+    ]
+    assert reasons["stage3_gather_16bit_weights_on_model_save"].startswith("default: a checkpoint is one full file")
+    assert f"strategy = Hybrid3DStrategy(zero_stage=3, offload={offload}, " in text and "\nby hand:\n- batch" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*not supported with .fp16.|.*16-mixed.:UserWarning")
+def test_loss_scale_and_total_batch(capsys, tmp_path):
+    config = {"fp16": {"enabled": True, "initial_scale_power": 12}, "train_batch_size": 64}
+    found, _ = migrated(capsys, tmp_path / "ds_config.json", config)
+    scale, batch = found["by_hand"]
+    assert scale.startswith("loss scale 4096: ") and "GradScaler(init_scale=4096)" in scale
+    assert batch.startswith("train_batch_size 64 = batch size of the DataLoader x accumulate_grad_batches x replicas")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "factors"),
+    [
+        ({"warmup_type": "linear"}, {0: 0.0, 5: 0.5, 10: 1.0, 60: 0.5, 110: 0.0, 120: 0.0}),
+        ({"warmup_type": "linear", "warmup_min_lr": 0.5e-3}, {0: 0.5, 5: 0.75, 10: 1.0, 60: 0.75, 110: 0.5}),
+        ({}, {0: 0.0, 4: math.log(5) / math.log(10), 60: 0.5}),
+    ],
+)
+def test_schedule_is_a_line_of_python(capsys, tmp_path, numbers, factors):
+    numbers = {"warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 110, **numbers}
+    config = {"bf16": {"enabled": True}, "scheduler": {"type": "WarmupDecayLR", "params": numbers}}
+    [line] = migrated(capsys, tmp_path / "ds_config.json", config)[0]["by_hand"]
+    code = line.partition("LambdaLR(optimizer, ")[2].partition("), and lr=0.001")[0]
+    assert {step: eval(code, {"math": math})(step) for step in factors} == pytest.approx(factors)
+
+
+def test_other_schedules_are_named_with_their_numbers(capsys, tmp_path):
+    config = {"bf16": {"enabled": True}, "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}}
+    [line] = migrated(capsys, tmp_path / "ds_config.json", config)[0]["by_hand"]
+    assert "torch has no WarmupCosineLR" in line and line.endswith("SequentialLR with {'total_num_steps': 9}")
 
 
 def test_accelerate(capsys, tmp_path):
@@ -72,7 +119,9 @@ def test_accelerate(capsys, tmp_path):
     assert found["strategy"] == {**shards, **kept}
     assert found["trainer"] == {"precision": "bf16-mixed", "num_nodes": 2}
     assert found["by_hand"] == ["devices: 16 processes over all nodes"]
-    assert len(found["left_out"]) == 2 and all("layers are found in the module" in each for each in found["left_out"])
+    [line] = found["left_out"]
+    names = "fsdp_auto_wrap_policy, fsdp_transformer_layer_cls_to_wrap"
+    assert line == f"{names}: layers are found in the module, and sharded one by one"
 
 
 @pytest.mark.parametrize("version", [True, False])

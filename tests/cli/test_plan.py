@@ -241,11 +241,25 @@ def test_replicas_of_an_explained_layout_divide_the_batch(capsys, config):
         (["--hardware", "abacus"], "no hardware 'abacus': give one of a100-40"),
         (["--sequence", "4"], "--sequence is for --config-json"),
         (["--config-json", "none.json"], "there is no file"),
+        (
+            ["some/config.json"],
+            "some/config.json is no module; a transformer's configuration is given by --config-json",
+        ),
+        (["--config-json", "docs", "--batch", "4"], "docs/config.json"),
     ],
 )
 def test_usage(capsys, arguments, words):
     assert main(["plan", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_folder_of_a_configuration(capsys, config):
+    folder = ["--config-json", config[1].removesuffix("/config.json"), *config[2:]]
+    plans = []
+    for arguments in (config, folder):
+        assert main(["plan", *arguments, "--batch", "8"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def dry_run(
     run, batch = plan.run, plan.batch
     layout = run.setting.layout
     content: dict[str, Any] = {"ranks": layout.world_size, "nodes": num_nodes, "refused": plan.refusal, "rank": []}
+    content["offloaded"] = run.setting.options.offloaded
     content |= {"samples": batch.samples, "num_microbatches": batch.num_microbatches, "table": plan.table}
     if plan.refusal is not None:
         plan.print_error()
@@ -115,7 +116,7 @@ class _Described:
                 for axis, group in mesh.groups.items()
                 if group.size() > 1
             },
-            "bytes": memory.sizes,
+            "bytes": memory.offloaded_to(run.setting.options.offloaded).sizes,
             "messages": [{**dataclasses.asdict(each), "sent_bytes": round(each.sent_bytes)} for each in messages],
             "sent_bytes": sent_by_axis(messages),
         }
