@@ -264,8 +264,8 @@ class PipelineTimeline(Callback):
         shared: Any = {"columns": measured.columns, "group_size": measured.group_size}
         title, caption = f"Step {step}, measured", f"{1000 * timeline.makespan_seconds:.0f} ms"
         if bubbles is not None:
-            title = f"Step {step}: bubble {bubbles[0]:.1%} measured, {bubbles[1]:.1%} by the schedule"
-            caption = "bubble: idle share before reduce and optimizer"
+            title = f"Step {step}: idle {bubbles[0]:.1%} measured, {bubbles[1]:.1%} by the schedule"
+            caption = "idle: waiting share before reduce and optimizer"
         svg = to_svg(timeline, title=title, caption=caption, **shared)
         written = [pictures.numbered(path, step, self.every_n_steps) for path in self.paths]
         for path in written:
@@ -292,7 +292,7 @@ class PipelineTimeline(Callback):
             return
         (bubble, bound), (seconds, bound_seconds) = measured.bubbles, measured.seconds
         rank_zero_info(
-            f"step {step}: bubble {bubble:.1%} measured, {bound:.1%} by the schedule ({1000 * seconds:.0f} ms measured,"
+            f"step {step}: idle {bubble:.1%} measured, {bound:.1%} by the schedule ({1000 * seconds:.0f} ms measured,"
             f" {1000 * bound_seconds:.0f} ms by the schedule); {written}"
         )
         pictures.log_metrics(trainer, {"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step)

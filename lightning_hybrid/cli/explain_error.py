@@ -26,12 +26,12 @@ def add_to(commands: Any) -> None:
         description="Prints the cause of an error and what to do: the entry that a note below the message names.",
         example=_EXAMPLE,
     )
-    parser.add_argument("name", help="of the entry, or any words of the message")
+    parser.add_argument("name", nargs="+", help="of the entry, or any words of the message")
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the entries, and return the exit status."""
-    found = find(parsed.name)
+    found = find(" ".join(parsed.name))
     if parsed.json:
         print_json(found)
     else:

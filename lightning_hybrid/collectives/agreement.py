@@ -18,6 +18,7 @@ from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import as_plain_tensor
 from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 
+RANKS = {"pp": "pipeline", "cp": "context", "tp": "tensor"}  # names of ranks by axis
 _HEADER = 4
 _BROKEN = -1.0  # sent in place of the digest of the step
 _SLOTS = 124
@@ -111,7 +112,7 @@ class NumberExchange:
             sent = [row[index] for row in rows]
             if len(set(sent)) > 1:
                 if index == 2:
-                    raise batches_differ(sent)
+                    raise batches_differ(sent, RANKS["pp"])
                 if index == 3:
                     raise RanksDisagree(
                         f"the operations of the step differ between the ranks of one replica (checksums {sent} on"
@@ -137,10 +138,10 @@ def _first_known(numbers: Sequence[float]) -> float:
     return next((number for number in known if not math.isnan(number)), known[0] if known else ABSENT)
 
 
-def batches_differ(checksums: Sequence[float]) -> RanksDisagree:
-    """The error for ranks of one replica whose batches have these different checksums, by rank."""
+def batches_differ(checksums: Sequence[float], ranks: str) -> RanksDisagree:
+    """The error for ``ranks`` of one replica whose batches have these different checksums, by rank."""
     return RanksDisagree(
-        f"the batch differs between the ranks of one replica (checksums {checksums} on pipeline ranks 0 to"
+        f"the batch differs between the ranks of one replica (checksums {checksums} on {ranks} ranks 0 to"
         f" {len(checksums) - 1}); every rank must draw the same samples: call seed_everything(...) before random data"
         " are generated, and seed samplers and augmentation without the rank",
         entry="batch-differs",

@@ -45,6 +45,7 @@ class StepResultExchange:
 
     Attributes:
         news: Where the step has stored something that is not known to be stored; "" if nowhere.
+        digest: Of the batch, once the exchange has begun.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class StepResultExchange:
         self._reads = () if given.log_run is None else given.log_run.reads
         self._group, self._device = plan.group, plan.randomness.device
         self._logs, self._weights, self._variants = logs, weights, given.variants
-        self._digest = Digest(flatten(given.batch)[0], logs.reads)  # now, since the step may write into it
-        self._stored, self.news = stored, ""
+        self._batch = Digest(flatten(given.batch)[0], logs.reads)  # now, since the step may write into it
+        self._stored, self.news, self.digest = stored, "", 0
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
         self._numbers: list[float] = []
@@ -134,11 +135,12 @@ class StepResultExchange:
             is_last = self._plan.rank == self._plan.rank_of(self._plan.num_stages - 1)
             numbers += [guess if is_last else ABSENT for entry in self._entries for guess in entry.guesses]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
+        self.digest = self._batch.number()
         self._exchange = NumberExchange(
             read_numbers(numbers),
             self._group,
             names=names,
-            batch=self._digest.number(),
+            batch=self.digest,
             trace=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
             device=self._device,
         )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.batch.split import batch_size_of, check_count, copied_batch, halves, split, why_unsplit
+from lightning_hybrid.collectives.agreement import Digest
 from lightning_hybrid.errors import HybridError, StepError
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.left import LeftValues
@@ -42,6 +43,7 @@ from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.pipeline.stages.training import Backwards, StepUndone
 from lightning_hybrid.pipeline.unpartitioned import PlainStepRandomness
 from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.recording.units import choose_units
 from lightning_hybrid.step.standins.kernels import slow_attention
@@ -67,10 +69,14 @@ class PlainRunner(MicrobatchRunner):
         *args: Any,
         shares: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
+        replica_size: int,
         inform: Callable[[str], None],
         **how: Any,
     ) -> None:
-        """Prepare to run steps; other arguments as for ``MicrobatchRunner``, with a plan of one stage."""
+        """Prepare to run steps; other arguments as for ``MicrobatchRunner``, with a plan of one stage.
+
+        ``replica_size`` is the number of ranks that receive the same batch.
+        """
         super().__init__(*args, **how)
         root = self._root
         self.stores_rows_of_samples = self.shared_last_batch = False
@@ -78,7 +84,7 @@ class PlainRunner(MicrobatchRunner):
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
         self._compiled_methods = has_compiled_methods(root)
-        self._sharing = BatchSharing(shares, everyone)
+        self._sharing, self._replica_size = BatchSharing(shares, everyone), replica_size
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
@@ -210,6 +216,8 @@ class PlainRunner(MicrobatchRunner):
             self._layers(),
         ):
             loop = MicrobatchLoop(self, call, share, gradients, self._metrics.calls, appended, self._scales_gradients)
+            # Now, since the step may write into it.
+            batch = Digest(flatten(call.batch)[0] if self._replica_size > 1 else (), loop.logs.reads)
             loop.run(
                 seeds, _unkeyed if call.is_manual else keyed, self._learns(share, backwards), traces_calls=is_compared
             )
@@ -232,7 +240,8 @@ class PlainRunner(MicrobatchRunner):
             losses, loss_weights = results.losses, results.loss_weights
             appended.put(results.appended, results.weights, results.sizes, losses, loss_weights, results.batch)
         loss = _as_tensor(results.loss, loop.losses)
-        return StepResult(results.joined_output(call.name) if loop.outputs else loss, loss, results.logs())
+        output = results.joined_output(call.name) if loop.outputs else loss
+        return StepResult(output, loss, results.logs(), digest=batch.number())
 
     def _learns(self, share: BatchShare, backwards: Backwards) -> Callable[[bool], bool] | None:
         """A function that learns from the first microbatch whether code of the user runs in backwards; None if known.
@@ -259,7 +268,6 @@ class PlainRunner(MicrobatchRunner):
             results,
             metric_calls=self._metrics.calls.calls,
             reductions=dict((*self._weighting.now.nearest, *self._weighting.now.reductions)),
-            checksum=share.checksum,
         )
         if changes is not None:
             news = CHANGES_MODULES if changes.something() else RUNS_OTHER_LINES if calls - self._calls else 0

@@ -33,6 +33,7 @@ class StepResult:
     logs: list[tuple[Entry, float]]  # each logged key with its value for the full batch and the arguments of the call
     # what was logged, or given to a metric of this rank, and taken for a mean over microbatches without proof
     guessed: frozenset[Key | Argument] = frozenset()
+    digest: int = 0  # of the batch; 0 where all ranks of the replica have compared it
 
 
 class MicrobatchRunner(ABC):

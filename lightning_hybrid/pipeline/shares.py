@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lightning_hybrid.batch.merge import RETURNED, Microbatches, join, with_numbers
 from lightning_hybrid.batch.metrics import FullBatchMetrics, MetricCalls, joined_calls
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, sizes_of, split
-from lightning_hybrid.collectives.agreement import batches_differ, digest
 from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.host_copies import is_plain
 from lightning_hybrid.pipeline.exchange import detached
@@ -32,7 +31,7 @@ from lightning_hybrid.pipeline.stages.traces import Call
 from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.module_state.attributes import put
 from lightning_hybrid.step.module_state.snapshots import reachable_leaves
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensors import on_host
 from lightning_hybrid.step.standins.numbers import ABSENT
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materialize
@@ -54,7 +53,6 @@ class BatchShare:
     first: int = 0  # index of the first microbatch among those of the full batch
     total: int = 1  # number of microbatches of the full batch
     ranks: int = 1  # number of ranks that share the batch; 1 if each of them runs all of it
-    checksum: int = 0  # checksum of the full batch
 
     @property
     def is_complete(self) -> bool:
@@ -86,8 +84,7 @@ class BatchSharing:
         first, total = self.rank * count, self.size * count
         parts, weights = split(batch, total, splitter)
         here, loss_weights = slice(first, first + count), weighting.of(parts, weights)
-        checksum = digest(flatten(batch)[0]) if self.size > 1 else 0
-        return BatchShare(parts[here], weights[here], loss_weights[here], first, total, self.size, checksum)
+        return BatchShare(parts[here], weights[here], loss_weights[here], first, total, self.size)
 
     def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
         """Microbatches of each share; 0 where there is not a sample for each rank."""
@@ -112,8 +109,6 @@ class BatchSharing:
         sent = replace(local, entries=entries, outputs=outputs, appended=appended, metric_calls=calls)
         rows = gather_on_all(sent, self._group)
         rows[self.rank] = local
-        if len({row.checksum for row in rows}) > 1:
-            raise batches_differ([row.checksum for row in rows])
         return MicrobatchResults(
             weights=[weight for row in rows for weight in row.weights],
             loss_weights=[weight for row in rows for weight in row.loss_weights],
@@ -182,7 +177,6 @@ class MicrobatchResults:
     # other lines of code than before; else 0
     news: int = 0
     calls: frozenset[int] = frozenset()  # the lines of code that it has run
-    checksum: int = 0  # checksum of the full batch
     # how microbatches make a number of the batch, where that is known
     reductions: Mapping[NumberKey, str] = field(default_factory=dict)
     # calls of metrics, which these make with the full batch in the end

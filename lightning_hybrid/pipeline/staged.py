@@ -251,7 +251,7 @@ class StepRunner(MicrobatchRunner):
         output, loss = exchange.join(runs, content, appended, side_effects)
         broadcast_buffers(self.plan, given.variants)
         self.unpartitioned.mark_stale()
-        return StepResult(output, loss, logged, exchange.guessed)
+        return StepResult(output, loss, logged, exchange.guessed, exchange.digest)
 
     def _exchange(
         self, call: Call, given: Microbatches, logs: LogCapture, weights: Sequence[float], shares: MeanWeights

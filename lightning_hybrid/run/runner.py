@@ -66,7 +66,8 @@ def make_runner(
     }
     if pipeline.size() == 1:
         shares, everyone = mesh.group("shares" if mesh.sharded_axes else "pp"), mesh.group("data")
-        common |= {"shares": shares, "everyone": everyone, "inform": rank_zero_info}
+        common |= {"shares": shares, "everyone": everyone, "replica_size": world.mesh.size("replica")}
+        common["inform"] = rank_zero_info
         return plan, PlainRunner(plan, metrics, unpartitioned, **common)
     warn = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
     common |= {"transport": transport_of(pipeline, device), "warn_unsplit": warn}

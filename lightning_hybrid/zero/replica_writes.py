@@ -1,4 +1,4 @@
-"""What a step of the user writes to full parameters: replicas that hold shards of one must write the same.
+"""What a user's step writes to full parameters and gradients: replicas that hold shards of one must write the same.
 
 A replica keeps only its shard, so of values that differ, as those computed from its own rows do, none would remain in
 full. Writes are found without a message: by the version of a parameter and of its ``.data``, and by another ``.data``.
@@ -8,7 +8,7 @@ Only where there are some does a step end with digests of them that replicas com
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,10 @@ from lightning_hybrid.zero.group import ParameterGroup
 _DATA: Any = torch.Tensor.data
 
 
+def _never() -> bool:
+    return False
+
+
 class ReplicaWrites:
     """Lets the ranks that hold shards of parameters compare what a step has written to them.
 
@@ -31,17 +35,19 @@ class ReplicaWrites:
         """Take the groups, and an agreement of each set of ranks that hold shards of some."""
         self._groups, self._agreements = groups, {each.group: each for each in agreements}
         self._group_of = {id(parameter): group for group in groups for parameter in group.parameters.values()}
-        self._is_user_step = False
+        self._is_user_step, self._are_averaged = False, _never
 
     @contextlib.contextmanager
-    def compared(self, *, is_user_step: bool = False) -> Iterator[None]:
+    def compared(self, are_averaged: Callable[[], bool] = _never, *, is_user_step: bool = False) -> Iterator[None]:
         """Compare what a step inside has written; then collective. A ``user_step`` calls optimizers itself.
+
+        What it writes to gradients is compared while they ``are_averaged``: before that, each replica has its own.
 
         Raises:
             RanksDisagree: Replicas have written other values.
         """
         content = property(self._read_data, _DATA.__set__)
-        self._is_user_step = is_user_step
+        self._is_user_step, self._are_averaged = is_user_step, are_averaged
         try:
             with replaced(nn.Parameter, "data", content, reason="writes through it are compared"):
                 yield
@@ -51,7 +57,7 @@ class ReplicaWrites:
             for agreement in self._agreements.values():
                 agreement.agree_on_writes("training_step")
         finally:
-            self._is_user_step = False
+            self._is_user_step, self._are_averaged = False, _never
             for group in self._groups:
                 group.writes.take()
 
@@ -60,11 +66,14 @@ class ReplicaWrites:
         for group in self._groups if self._is_user_step else ():
             if group.is_full:
                 group.writes.collect({name: group.full_parameter(name) for name in group.writes.names})
+                if self._are_averaged():
+                    group.writes.collect_gradients()
 
     def after_shards(self) -> None:
         """Leave out what the optimizer has written."""
         for group in self._groups if self._is_user_step else ():
             group.writes.begin()
+            group.writes.begin_gradients()
 
     def _read_data(self, parameter: nn.Parameter) -> Tensor:
         data: Tensor = _DATA.__get__(parameter)

@@ -235,16 +235,18 @@ class ZeroSharding(Active):
         It may read and write them between any two of its lines. Gradients that are no averages over replicas when it
         ends are different on each replica, so no rank has only a shard of its own until they are averaged.
         """
-        with self.writes.compared(is_user_step=True):
+        with self.writes.compared(are_averaged, is_user_step=True):
             self.check()
             for group in self._all:
                 group.launch_gather()
             for group in self._all:
                 group.gather()
                 group.gather_gradients()
+            self.writes.after_shards()
             self._is_full_step = True
             try:
                 yield
+                self.writes.before_shards()
             finally:
                 self._is_full_step = False
                 for group in self._all:

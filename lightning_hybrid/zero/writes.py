@@ -19,6 +19,7 @@ class GroupWrites:
         self._parameters = parameters
         self._versions: dict[str, int] = {}  # when parameters had what all ranks have
         self._aliases: list[tuple[str, Tensor, int]] = []  # from ``.data``, with their versions
+        self._gradients: dict[str, tuple[int, int]] = {}  # places and versions of what all ranks have
         self._digests: list[tuple[str, Tensor]] = []
 
     @property
@@ -53,6 +54,29 @@ class GroupWrites:
                 continue
             self._digests.append((name, digest_of_bits(full[name])))
         self.begin()
+
+    @below_read_guards
+    def begin_gradients(self) -> None:
+        """Find what is written to full gradients from now on, which all ranks have alike."""
+        self._gradients = self._present_gradients()
+
+    @torch.no_grad()
+    @below_read_guards
+    def collect_gradients(self) -> None:
+        """Digest the gradients that have been written, or assigned."""
+        for name, found in self._present_gradients().items():
+            if self._gradients.get(name) != found:
+                gradient = self._parameters[name].grad
+                assert gradient is not None
+                self._digests.append((f"{name}.grad", digest_of_bits(gradient)))
+
+    def _present_gradients(self) -> dict[str, tuple[int, int]]:
+        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+        return {
+            name: (gradient.data_ptr(), gradient._version)
+            for name, gradient in gradients.items()
+            if gradient is not None and gradient.layout is torch.strided
+        }
 
     def take(self) -> list[tuple[str, Tensor]]:
         """The digests, each of shape (), with the name of the parameter; once."""

@@ -289,8 +289,8 @@ def logged_twice(patch):
 
     original = steps.log_for_all
 
-    def log_for_all(module, logged, mesh, **options):
-        original(module, [(entry, 2 * value) for entry, value in logged], mesh, **options)
+    def log_for_all(module, logged, *args, **options):
+        original(module, [(entry, 2 * value) for entry, value in logged], *args, **options)
 
     patch.setattr(steps, "log_for_all", log_for_all)
 

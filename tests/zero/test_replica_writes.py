@@ -132,6 +132,36 @@ class StepsOwnGradients(Writes):
             super().manual_backward(loss)
 
 
+class ScalesGradients(Writes):
+    """What is written between the backward and the optimizer's step."""
+
+    automatic = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.weight.grad.mul_(self.factor(batch))
+        self.optimizers().step()
+
+    def factor(self, batch):
+        return float(batch.mean())
+
+
+class AssignsGradients(ScalesGradients):
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.weight.grad = self.weight.grad * self.factor(batch)
+        self.optimizers().step()
+
+
+class ScalesByHalf(ScalesGradients):
+    def factor(self, batch):
+        return 0.5
+
+
 class Same(Writes):
     """Clamps, of which only some ranks' shards are changed, and means over all replicas."""
 
@@ -194,6 +224,7 @@ REFUSED = [
     *((case, BY_LAYER) for case in (InLayer, Adds)),
     (ScalesInHook, {"zero_stage": 1}),
     (ChangesGradients, {"zero_stage": 2}),
+    *((case, how) for case in (ScalesGradients, AssignsGradients) for how in (BY_STEP, BY_LAYER, {"zero_stage": 1})),
     (AddsByHand, {"zero_stage": 1}),
 ]
 
@@ -211,7 +242,7 @@ def test_gradients_of_one_replica_are_refused(worlds):
         assert message.startswith("StepError") and "averaged" in message, message
 
 
-@pytest.mark.parametrize("case", [Same, SameByHand])
+@pytest.mark.parametrize("case", [Same, SameByHand, ScalesByHalf])
 @pytest.mark.parametrize("strategy", [BY_STEP, BY_LAYER, {"zero_stage": 1}], ids=str)
 def test_equal_values_are_written(worlds, case, strategy):
     [expected] = worlds.run(1, trained, case, 1, "auto")
@@ -219,7 +250,7 @@ def test_equal_values_are_written(worlds, case, strategy):
         torch.testing.assert_close(state, expected)
 
 
-@pytest.mark.parametrize("case", [Adds, AddsByHand, InHook, ChangesGradients, StepsOwnGradients])
+@pytest.mark.parametrize("case", [Adds, AddsByHand, InHook, ChangesGradients, ScalesGradients, StepsOwnGradients])
 def test_full_copies_are_as_under_ddp(worlds, case):
     expected = worlds.run(2, trained, case, 2, "ddp")
     assert not torch.equal(*(state["net.0.weight"] for state in expected))

@@ -221,22 +221,27 @@ def metrics_of(lost: TimeByCause) -> dict[str, float]:
     return {**shares, "lost_time/step_seconds": seconds}
 
 
+# The predicted and the measured bubble hold more than fill and drain; "other" has to be looked up.
+_SHOWN = {"bubble": "fill+drain", "other": "host"}
+
+
 def table_of(step: AnalyzedStep, count: int) -> list[str]:
     """The lines of a table of milliseconds: the step and each rank, by cause."""
     total = step.lost.total
     of = f" (of median length of {count})" if count > 1 else ""
     largest = max(LOSSES, key=lambda name: getattr(total, name))
+    shown = {name: _SHOWN.get(name, name) for name in total.seconds()}
     names = list(total.seconds())
     if not any(row.bubble or row.imbalance or row.variation for row in (total, *step.lost.ranks)):  # no stages
         names = [name for name in names if name not in ("bubble", "imbalance", "variation")]
-    rows = [["ms", *names]]
+    rows = [["ms", *(shown[name] for name in names)]]
     rows.append(["step", *(f"{1000 * getattr(total, name):.1f}" for name in names)])
     share = total.step_seconds or 1.0
     rows.append(["share", *(f"{getattr(total, name) / share:.1%}" for name in names)])
     for rank, row in zip(step.columns["rank"], step.lost.ranks, strict=True):
         rows.append([f"rank {rank}", *(f"{1000 * getattr(row, name):.1f}" for name in names)])
     return [
-        f"step {step.step}{of} took {1000 * total.step_seconds:.1f} ms; the largest loss is {largest},"
+        f"step {step.step}{of} took {1000 * total.step_seconds:.1f} ms; the largest loss is {shown[largest]},"
         f" {1000 * getattr(total, largest):.1f} ms ({getattr(total, largest) / share:.1%})",
         *columns(rows, right=1),
     ]

@@ -228,7 +228,7 @@ class GradientHandoff:
         self._parameters = parameters
         self._summed_later = summed_later or {}
         self._zeroed_later = zeroed_before_backward
-        self._seeded = expected_seed
+        self._seeded, self._is_known = expected_seed, False
         self._before: list[Tensor | None] = []
         self._new: list[Tensor | None] = []
         self.old = OldGradients(parameters if zeroed_before_backward else ())
@@ -258,9 +258,13 @@ class GradientHandoff:
         anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
         return _HandoffFunction.apply(loss, anchor, self)
 
+    def expect(self) -> None:
+        """Deposit the gradients for the expected gradient of the loss, which the host need not read."""
+        self._is_known = True
+
     def deposit(self, incoming: Tensor) -> None:
         """Add the gradients to ``.grad``, scaled by the loss's incoming gradient, a scalar, over the expected one."""
-        factor = float(incoming) / self._seeded
+        factor = 1.0 if self._is_known else float(incoming) / self._seeded
         exact = abs(factor - 1.0) < 1e-6
         if not self._zeroed_later:
             if not exact:
@@ -295,6 +299,14 @@ class _HandoffFunction(torch.autograd.Function):
         """Deposit the gradients; a scalar zero goes to ``anchor``."""
         ctx.owner.deposit(incoming[0])  # type: ignore[attr-defined]
         return None, torch.zeros_like(incoming[0]), None
+
+
+def expect_seed(loss: Tensor) -> None:
+    """Let the host not read the gradient of a step's scalar loss, which Lightning has only divided."""
+    divided = None if loss.grad_fn is None else loss.grad_fn.next_functions[0][0]
+    owner = getattr(divided, "owner", None)
+    if isinstance(owner, GradientHandoff):
+        owner.expect()
 
 
 class TiedParameters:

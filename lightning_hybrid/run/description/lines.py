@@ -86,8 +86,8 @@ def describe_batch_norm(setting: Setting, batch: RecordedBatch | None) -> list[s
     if setting.layout.data_parallel_size > 1 and getattr(setting.trainer.strategy, "_layer_sync", None) is None:
         advice += "; Trainer(sync_batchnorm=True) adds those of the other replicas"
     return [
-        f"BatchNorm: {counted(layers, 'layer')} with statistics of {size} samples, a microbatch, where one"
-        f" process takes {batch.samples}; {advice}"
+        f"BatchNorm: {counted(layers, 'layer')} average{'s' * (layers == 1)} {size} samples (a microbatch), and"
+        f" {batch.samples} in one process, which may change the accuracy; {advice}"
     ]
 
 

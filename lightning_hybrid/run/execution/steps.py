@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import RankOutOfMemory, StepError
 from lightning_hybrid.pipeline.logs import LogCapture
-from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff
+from lightning_hybrid.pipeline.runtime.gradients import GradientHandoff, expect_seed
 from lightning_hybrid.pipeline.stages.training import ActionRecorder, Backwards, StepUndone
 from lightning_hybrid.run.build import OwnedByRun, RunOwner
 from lightning_hybrid.run.setting import Setting
@@ -27,6 +28,7 @@ from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.counts import bytes_saved_behind
 from lightning_hybrid.step.standins.tensors import is_absent
 from lightning_hybrid.strategies.logs.reduction import (
+    Shared,
     begin_logs,
     drop_calls,
     flush_logger_calls,
@@ -329,10 +331,11 @@ class StepExecution(OwnedByRun):
     def _log(self, call: Call, result: StepResult) -> None:
         """Log once what the microbatches of a step have logged."""
         module, mesh = self.setting.module, self.setting.world.mesh
+        shared = Shared(result.digest, ("cp", "tp") if self.run.is_pipelined else ("pp", "cp", "tp"))
         if call.trains:
-            log_for_all(module, result.logs, mesh, skipped=not call.is_manual and result.loss is None)
+            log_for_all(module, result.logs, mesh, shared, skipped=not call.is_manual and result.loss is None)
         else:
-            log_for_replica(module, result.logs, mesh)
+            log_for_replica(module, result.logs, mesh, shared)
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """Run an evaluation or prediction step by a forward-only schedule; return the output for the batch."""
@@ -370,10 +373,10 @@ class StepExecution(OwnedByRun):
             output = getattr(module, name)(*args)
         logged = [(entry, entry.values[0]) for entry in logs.entries()]
         if name != "training_step":
-            log_for_replica(module, logged, mesh)
+            log_for_replica(module, logged, mesh, Shared())
             return output
         skipped = module.automatic_optimization and output is None
-        finish = begin_logs(module, logged, mesh, skipped=skipped)
+        finish = begin_logs(module, logged, mesh, Shared(), skipped=skipped)
         if module.automatic_optimization and not skipped and not setting.trainer.fit_loop._skip_backward:
             self._finish_logs = finish  # after the backward, which hides the reduction
         else:
@@ -404,7 +407,10 @@ class StepExecution(OwnedByRun):
         on_shards = guards.off if guards is not None and self.setting.is_manual else nullcontext
         with on_shards():
             self._before_plain_backward()
-        loss = plugin.pre_backward(loss, module)
+        divided, loss = loss, plugin.pre_backward(loss, module)
+        # Other code could scale the gradient: of a scaler, a hook on the loss, the module's own backward.
+        if loss is divided and not (args or kwargs or loss._backward_hooks or is_overridden("backward", module)):
+            expect_seed(divided)
         with on_shards():  # also the averages: a reducer that read full gradients would average those
             with self._synced_norms():  # layers that are recomputed take statistics once more
                 plugin.backward(loss, module, optimizer, *args, **kwargs)

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.batch.merge import REDUCTIONS
 from lightning_hybrid.batch.split import batch_size_of
+from lightning_hybrid.collectives.agreement import RANKS, batches_differ
 from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.errors import BackwardStepError, RanksDisagree
 from lightning_hybrid.mesh import Mesh
@@ -34,23 +35,37 @@ def silence_sync_dist_advice() -> Callable[[], None]:
     return ignore_warnings(".*sync_dist=True.*", reason="logged values are the same on every rank")
 
 
+class Shared(NamedTuple):
+    """What ranks of a replica must share in a step, besides the keys that it logs."""
+
+    digest: int = 0  # of the batch
+    axes: tuple[str, ...] = ("cp", "tp")  # of the mesh, whose ranks have not compared it yet
+
+
 def log_for_all(
-    module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, *, skipped: bool = False
+    module: pl.LightningModule,
+    logged: Sequence[tuple[Entry, float]],
+    mesh: Mesh,
+    shared: Shared,
+    *,
+    skipped: bool = False,
 ) -> None:
     """Reduce logged values over the replicas, as each entry's ``reduce_fx`` says, and log them on this rank.
 
     Lightning leaves that to ``sync_dist=True``; without it every replica would show, and monitor, its own number.
     """
-    begin_logs(module, logged, mesh, skipped=skipped)()()
+    begin_logs(module, logged, mesh, shared, skipped=skipped)()()
 
 
-def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> None:
+def log_for_replica(
+    module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, shared: Shared
+) -> None:
     """Log values of this replica; in validation and test they are reduced at the end of a loader.
 
     Raises:
-        RanksDisagree: The ranks of the replica log different keys.
+        RanksDisagree: The ranks of the replica have other batches, or log other keys.
     """
-    _start_key_comparison(logged, mesh)()
+    _start_comparison(logged, mesh, shared)()
     _log_each(module, logged)
 
 
@@ -60,7 +75,12 @@ def _log_each(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]])
 
 
 def begin_logs(
-    module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, *, skipped: bool = False
+    module: pl.LightningModule,
+    logged: Sequence[tuple[Entry, float]],
+    mesh: Mesh,
+    shared: Shared,
+    *,
+    skipped: bool = False,
 ) -> Callable[[], Callable[[], None]]:
     """Start the reduction of ``log_for_all``, which a backward hides.
 
@@ -68,7 +88,7 @@ def begin_logs(
     function that waits for the other replicas and returns one that logs. The latter may communicate again, so all ranks
     must call it between the same collectives.
     """
-    compare = _start_key_comparison(logged, mesh)
+    compare = _start_comparison(logged, mesh, shared)
     if mesh.size("data") == 1:
 
         def wait_in_replica() -> Callable[[], None]:
@@ -95,32 +115,32 @@ def begin_logs(
     return wait
 
 
-def _start_key_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
-    """Start to compare the logged keys of ranks that compute the same numbers; return a function that waits.
+def _start_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh, shared: Shared) -> Callable[[], None]:
+    """Start to compare batches and logged keys of ranks that compute the same; return a function that waits.
 
-    A pipeline compares its own when it exchanges what was logged.
+    Stages compare theirs when they exchange what was logged.
     """
-    axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
+    axes = [axis for axis in shared.axes if mesh.size(axis) > 1]
     if not axes:
         return lambda: None
-    digest = float(zlib.crc32("|".join(entry.name for entry, _ in logged).encode()))
-    local = torch.tensor([digest], dtype=torch.float64, device=mesh.device_mesh.device_type)
+    keys = float(zlib.crc32("|".join(entry.name for entry, _ in logged).encode()))
+    local = torch.tensor([shared.digest, keys], dtype=torch.float64, device=mesh.device_mesh.device_type)
     gathered = {axis: start_all_gather(local, mesh.group(axis)) for axis in axes}
 
     def wait() -> None:
         for axis, rows in gathered.items():
-            if any(other != digest for other in torch.cat(rows()).tolist()):
+            batches, all_keys = torch.stack(rows()).T.tolist()
+            if len(set(batches)) > 1:
+                raise batches_differ(batches, RANKS[axis])
+            if len(set(all_keys)) > 1:
                 raise RanksDisagree(
-                    f"the {mesh.size(axis)} {_NAMES[axis]} ranks of one replica log different keys; this one logs"
+                    f"the {mesh.size(axis)} {RANKS[axis]} ranks of one replica log different keys; this one logs"
                     f" {[entry.name for entry, _ in logged]}. They compute the same numbers: log the same keys on every"
                     " rank (without `if trainer.is_global_zero:` around the call)",
                     entry="log-keys",
                 )
 
     return wait
-
-
-_NAMES = {"cp": "context", "tp": "tensor"}
 
 
 def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the first step shows of the user's data and module: equal batches of replicas, parameters without gradients."""
+"""What the first step shows of the user's data and module: equal batches of ranks, parameters without gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid.collectives.agreement import digest
+from lightning_hybrid.collectives.agreement import RANKS, batches_differ, digest
 from lightning_hybrid.collectives.arrivals import store_of_run
+from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.world.callbacks import RunCallback
@@ -22,7 +23,8 @@ class FirstStep(RunCallback):
     """Compares the first batches of replicas once an optimizer step has joined them, and names unused parameters.
 
     Each replica leaves a digest in the store by which the ranks met. The first rank reads those that are there, so that
-    no rank waits for a replica without a batch.
+    no rank waits for a replica without a batch. Ranks of one replica compare theirs before the step, which may fail by
+    what differs.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -33,11 +35,18 @@ class FirstStep(RunCallback):
         self._is_over = self._is_stream = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
-        """Leave the digest of this replica's first batch."""
+        """Leave the digest of this replica's first batch, the same on its ranks.
+
+        Raises:
+            RanksDisagree: It is not.
+        """
         if self._first_step >= 0:
             return
         self._first_step = trainer.global_step
-        leaves = flatten(batch)[0]
+        leaves, group = flatten(batch)[0], self._mesh.group("replica")
+        if group.size() > 1 and len(set(digests := gather_on_all(digest(leaves), group))) > 1:
+            axis = next((axis for axis in RANKS if self._mesh.size(axis) == group.size()), "replica")
+            raise batches_differ(digests, RANKS.get(axis, axis))
         self._is_stream = any(isinstance(leaf, Tensor) for leaf in leaves) and _has_stream(trainer)
         if self._is_stream and self._replicas > 1:
             replica = self._mesh.layout.data_rank(self._mesh.rank)

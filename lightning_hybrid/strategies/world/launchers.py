@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -51,7 +52,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         )
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the ranks, after a look at what would end all of them."""
+        """Start the ranks, after a look at what would end all of them.
+
+        Raises:
+            RuntimeError: The program is no file that could be started again.
+        """
+        if not self.cluster_environment.creates_processes_externally and sys.argv[0] in ("-", "-c", ""):
+            raise RuntimeError(
+                f"{self.num_processes} devices: each rank starts the script again, but this program came from"
+                f" {'python -c' if sys.argv[0] == '-c' else 'standard input'}; save it as a .py file, or set"
+                " Hybrid3DStrategy(..., start_method='fork')"
+            )
         self.strategy.check_before_ranks(function, *args, **kwargs)
         return super().launch(function, *args, **kwargs)
 

@@ -14,6 +14,7 @@ import torch
 
 import lightning_hybrid
 from lightning_hybrid import host_copies
+from lightning_hybrid.params import guards
 from lightning_hybrid.step.tracing import functions
 
 _PACKAGE = str(Path(lightning_hybrid.__file__).parent)
@@ -22,7 +23,7 @@ _OPTIMIZERS = str(Path(torch.__file__).parent / "optim" / "optimizer.py")
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 _LIGHTNING = str(Path(lightning.__file__).parent)
 # Process groups of the harness and wrappers of recordings pass on what was called, and the host reads for others.
-_PASSING = str(host_copies.__file__), str(functions.__file__)
+_PASSING = str(host_copies.__file__), str(functions.__file__), str(guards.__file__)
 _HERE = str(Path(__file__).parent), str(Path(__file__).parents[1] / "python_group.py"), *_PASSING
 _MODES = ("__torch_function__", "__torch_dispatch__", "event")
 _STANDARD = str(Path(ast.__file__).parent)

@@ -229,7 +229,7 @@ def test_batch_line_without_a_recorded_step(replicas, accumulated, microbatches,
     ("microbatches", "replicas", "layer_sync", "line"),
     [
         (1, 2, None, []),
-        (4, 1, None, ["BatchNorm: 1 layer with statistics of 8 samples, a microbatch, where one process takes 32;"]),
+        (4, 1, None, ["BatchNorm: 1 layer averages 8 samples (a microbatch), and 32 in one process"]),
         (4, 2, None, ["; Trainer(sync_batchnorm=True) adds those of the other replicas"]),
         (4, 2, object(), ["; num_microbatches=2 gives 16, 1 gives 32 (larger bubble)"]),
         (2, 1, None, ["; num_microbatches=1 gives 32 (larger bubble)"]),

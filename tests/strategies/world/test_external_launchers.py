@@ -4,7 +4,6 @@ import pytest
 
 from harness.trainer_runs import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from models.regression import Regressor, regression_data
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "0"}
 SLURM = {

@@ -351,3 +351,14 @@ def test_slurm_gives_each_task_its_rank(tmp_path):
     assert [task.returncode for task in tasks] == [0, 0], "\n".join(outputs)
     losses = losses_of("".join(outputs))
     assert set(losses) == {0, 1} and losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("option", "words"), [(["-c"], "python -c"), (["-"], "standard input")])
+def test_a_program_without_a_file_is_refused(option, words):
+    program = "from models.regression import *; from harness.trainer_runs import *; trainer_of(2).fit(Regressor())"
+    given = {"args": [sys.executable, *option, program]} if option == ["-c"] else {"args": [sys.executable, "-"]}
+    text = None if option == ["-c"] else program
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(**given, input=text, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert run.returncode == 1
+    assert f"this program came from {words}; save it as a .py file" in run.stderr, run.stderr
