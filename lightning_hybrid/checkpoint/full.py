@@ -171,7 +171,7 @@ def check_state_shapes(
 def check_kind(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], entries: Mapping[Any, Any], path: str
 ) -> None:
-    """Check that groups and states are those of an optimizer of this class; alike on all ranks, and without messages.
+    """Check that saved groups and states fit the class of an optimizer; alike on all ranks, and without messages.
 
     ``groups`` may lack what torch adds to those of its former versions. Settings, and so states, are the checkpoint's.
     """

@@ -283,7 +283,7 @@ class Zero(Technique):
 
 
 def _holders(mesh: Mesh) -> str:
-    """The ranks that a shard group consists of: replicas, or those of one pipeline that have shards and no stages."""
+    """The kind and number of the ranks that hold the shards: replicas, or pipeline ranks without stages."""
     size = mesh.size("dp_shard")
     if not mesh.sharded_axes:
         return f"{size} replicas"

@@ -46,7 +46,7 @@ def test_no_stages_are_not_advised_where_shards_run(reason, end):
 
 
 @pytest.mark.parametrize("may_retry", [False, True])
-def test_reason_is_told_once(may_retry):
+def test_reason_is_given_once(may_retry):
     fallback = fallback_of("StepError: why", strict=False, may_retry=may_retry)
     with pytest.warns(UserWarning, match="sharded instead of pipelined") as caught:
         fallback.announce()
