@@ -220,6 +220,6 @@ def test_inner_derivative_runs_on_its_latest_stage():
     with pytest.raises(PartitionError, match=r"leaves stages \[0\] of 2 empty"):
         assign(with_inner, owner_stages(with_inner, 2, ["blocks.2"]), 2)
     with pytest.raises(
-        PartitionError, match="only 1 layer with parameters .blocks.0., counting all operations of the deriv"
+        PartitionError, match=r"only 1 layer with parameters \(blocks\.0\), counting all operations of the deriv"
     ):
         owner_stages(with_inner, 2)
