@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +107,30 @@ def _no_checkpoint(path: Path) -> CheckpointError:
             f" the other files are there: it was lost, or a removal did not end{_alternatives(path)}",
             entry="files-missing",
         )
-    kind = "of a file or folder of something else"
-    if INDEX in names:
-        kind = "of torch.distributed.checkpoint, written by something else"
-    if {META, INDEX} <= names:
-        kind = "a sharded checkpoint of Lightning's own strategies; `python -m lightning.fabric.utilities."
-        kind += "consolidate_checkpoint` makes one file of it, which can be loaded"
     listed = ", ".join(sorted(names)[:_LISTED])
     return CheckpointError(
-        f"{path} is no checkpoint of lightning_hybrid: it has no {MANIFEST} but {listed} ({kind})", entry="other-kind"
+        f"{path} is no checkpoint of lightning_hybrid: it has no {MANIFEST} but {listed}{_kind(names)}",
+        entry="other-kind",
     )
+
+
+def _kind(names: Collection[str]) -> str:
+    """What wrote a folder of these files, and how they are loaded; "" if it is not known."""
+    if {META, INDEX} <= set(names):
+        return (
+            "; it is a sharded checkpoint of Lightning's own strategies, and `python -m lightning.fabric.utilities."
+            "consolidate_checkpoint` makes one file of it, which can be loaded"
+        )
+    if INDEX in names:
+        return "; it was written by torch.distributed.checkpoint, without Lightning's part"
+    if "zero_to_fp32.py" in names:
+        return (
+            "; it is a checkpoint of DeepSpeed: run `python zero_to_fp32.py . weights.pt` in it, and load weights.pt"
+            " by load_state_dict, without ckpt_path"
+        )
+    if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
+        return "; it is a model saved by save_pretrained: load it by from_pretrained in __init__, without ckpt_path"
+    return ""
 
 
 def _alternatives(path: Path) -> str:

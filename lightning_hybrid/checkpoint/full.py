@@ -168,6 +168,46 @@ def check_state_shapes(
                 )
 
 
+def check_kind(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], entries: Mapping[Any, Any], path: str
+) -> None:
+    """Check that saved groups and states fit the class of an optimizer; alike on all ranks, and without messages.
+
+    ``groups`` may lack what torch adds to those of its former versions. Settings, and so states, are the checkpoint's.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith(("torch.", "lightning_hybrid.optim")) or len(groups) != len(
+        optimizer.param_groups
+    ):
+        return
+    differing = ""
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        twin = kind.__new__(kind)
+        twin.__setstate__({"defaults": {}, "state": {}, "param_groups": [{**saved, "params": []}]})
+        if lacking := (optimizer.defaults.keys() & group.keys()) - twin.param_groups[0].keys():
+            differing = f"its group lacks {', '.join(sorted(lacking))}"
+        elif saved.keys() != group.keys():
+            differing = differing or _other_states(optimizer, twin, entries)
+    if differing:
+        raise CheckpointError(
+            f"{path} does not fit {kind.__name__} of configure_optimizers: {differing}; return the class of optimizer"
+            " that the checkpoint was saved with, or load its weights alone: load_from_checkpoint, and fit without"
+            " ckpt_path",
+            entry="other-optimizer",
+        )
+
+
+def _other_states(optimizer: Optimizer, twin: Optimizer, entries: Mapping[Any, Any]) -> str:
+    """The states that an optimizer lacks, by the settings of its twin, and those it does not know; "" if none lacks."""
+    for number, (_, parameter) in enumerate(_parameters(optimizer)):
+        entry = entries.get(number) or {}
+        expected = state_shapes(twin, 0, full_shape(parameter), parameter.dtype) or {}
+        unknown, lacking = entry.keys() - expected.keys(), expected.keys() - entry.keys()
+        if entry and unknown and lacking:
+            return f"its states {', '.join(sorted(unknown))} are unknown, and {', '.join(sorted(lacking))} lacking"
+    return ""
+
+
 def _expected(
     optimizer: Optimizer, group: int, parameter: Tensor, found: Mapping[str, Tensor], *, is_sharded: bool
 ) -> dict[str, tuple[int, ...]]:

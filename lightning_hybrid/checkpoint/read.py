@@ -197,6 +197,7 @@ class SavedOptimizer(Mapping[str, Any]):
     def __init__(self, saved: SavedFolder, state: Mapping[str, Any]) -> None:
         self._saved = saved
         self._named = state
+        self.path = saved.path
 
     def __getitem__(self, key: str) -> Any:
         if key != "state":

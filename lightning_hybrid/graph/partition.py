@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from lightning_hybrid.errors import WITHOUT_STAGES, PartitionError, UnfitError
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
-from lightning_hybrid.text import counted
+from lightning_hybrid.text import counted, spanned_names
 
 # Moving one byte takes as long as about this many floating-point operations, on a CPU core as on an accelerator's
 # vector units. It weighs what a FLOP count leaves out: normalisations, activations, embedding gradients.
@@ -107,13 +107,16 @@ def balance(costs: Sequence[float], num_segments: int) -> list[int]:
     return [0, *reversed(cuts)]
 
 
-def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = None) -> dict[str, int]:
+def owner_stages(
+    graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = None, num_ranks: int = 1
+) -> dict[str, int]:
     """Choose the owner stage of each parameter that the graph reads.
 
     Args:
         graph: The recorded training step.
         num_stages: Number of stages.
         cuts: FQNs at which the stages 1, 2, ... begin; balanced by cost if None.
+        num_ranks: Number of pipeline ranks, for the error where there are too many stages.
 
     Raises:
         PartitionError: More stages than units, an unknown cut, or cuts in another order than the step runs.
@@ -122,19 +125,9 @@ def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None =
     starts, first_use = _elements(graph, updates)
     if cuts is None:
         if num_stages > len(starts):
-            line = next((node.line for node in graph.nodes if node.together), None)
-            raise UnfitError(
-                f"the step needs {num_stages} stages but has only {counted(len(starts), 'unit')}"
-                " with parameters"
-                + (f", counting all operations of the derivative at {line} as one" if line is not None else "")
-                + (
-                    f"; {WITHOUT_STAGES}"
-                    if len(starts) == 1
-                    else f"; set pipeline_parallel_size * stages_per_rank to {len(starts)} or less"
-                ),
-                entry="too-many-stages",
-                reads=first_use if len(starts) > 1 else (),
-            )
+            reads = first_use if len(starts) > 1 else ()
+            text = _too_few(graph, starts, num_ranks, num_stages // num_ranks)
+            raise UnfitError(text, entry="too-many-stages", reads=reads)
         bounds = [*starts[1:], len(graph.nodes)]
         begin = [0, *starts[1:]]
         costs = [sum(node_cost(node, graph) for node in graph.nodes[a:b]) for a, b in zip(begin, bounds, strict=True)]
@@ -267,6 +260,28 @@ def check_shared(assignment: Assignment) -> None:
             f" {WITHOUT_STAGES}",
             entry="recurrent",
         )
+
+
+def _too_few(graph: StepGraph, starts: Sequence[int], num_ranks: int, stages_per_rank: int) -> str:
+    """Why the layers that begin at these nodes are too few for the stages, and the sizes that they are enough for."""
+    line = next((node.line for node in graph.nodes if node.together), None)
+    together = "" if line is None else f", counting all operations of the derivative at {line} as one"
+    sizes = f"pipeline_parallel_size={num_ranks}"
+    count = len(starts)
+    names = spanned_names([node.unit or node.parameters[0] for node in map(graph.nodes.__getitem__, starts)])
+    if count == 1:
+        remedy = WITHOUT_STAGES
+    elif stages_per_rank > 1:
+        remedy = f"set pipeline_parallel_size * stages_per_rank to {count} or less"
+    else:  # what divides it divides the number of devices
+        fitting = ", ".join(str(size) for size in range(count, 1, -1) if num_ranks % size == 0)
+        remedy = f"set pipeline_parallel_size={fitting} or 1" if fitting else "set pipeline_parallel_size=1"
+    if stages_per_rank > 1:
+        sizes += f" * stages_per_rank={stages_per_rank}"
+    return (
+        f"{sizes} makes {num_ranks * stages_per_rank} stages, but the step has only {counted(count, 'layer')} with"
+        f" parameters ({names}){together}; {remedy}"
+    )
 
 
 def _elements(graph: StepGraph, updates: Collection[int]) -> tuple[list[int], dict[str, int]]:

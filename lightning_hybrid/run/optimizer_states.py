@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.full import check_state_shapes
+from lightning_hybrid.checkpoint.full import check_kind, check_state_shapes
 from lightning_hybrid.checkpoint.local import LocalState
 from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import CheckpointError
@@ -142,6 +142,9 @@ class OptimizerStates:
         run, local = self._run, self.local_states
         is_sharded = run is not None and run.is_sharded
         entries = state.shapes(optimizer, local) if isinstance(state, SavedOptimizer) else state["state"]
+        trainer_path = None if run is None else run.setting.trainer.ckpt_path
+        path = state.path if isinstance(state, SavedOptimizer) else trainer_path
+        check_kind(optimizer, state["param_groups"], entries, str(path or "the checkpoint"))
         check_state_shapes(optimizer, entries, local.names_of(optimizer), is_sharded=is_sharded)
 
     def _check_masters(self, optimizer: Optimizer) -> None:

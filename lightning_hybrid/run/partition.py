@@ -126,7 +126,8 @@ class ModulePartition:
         setting = self._setting
         strict = setting.options.strict_layout
         self.fallback_error = error
-        fallback = Fallback(setting.module, setting.world.mesh, axes, reason, strict=strict)
+        mesh, retries = setting.world.mesh, self.may_retry
+        fallback = Fallback(setting.module, mesh, axes, reason, strict=strict, may_retry=retries)
         self._set(fallback=fallback, mesh=fallback.mesh)
         if not self.may_retry:
             fallback.announce(error)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # Share of the memory free at the start of a run that full layers and their gradients may take.
 _FREE_MEMORY_SHARE = 0.25
 _Axes = tuple[str, str]  # over which ranks hold shards, and copies
+_AXIS_NAMES = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
 _OF_ALL: _Axes = ("dp_shard", "dp_replicate")
 _OF_SOME: _Axes = ("ep_shard", "ep_outer")  # experts, which a part of the replicas has
 
@@ -219,7 +220,7 @@ class Zero(Technique):
         listed = what[0] if self.stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
         by_layer = self.gathers_per_layer(run)
         line = (
-            f"ZeRO-{self.stage}: {listed} sharded over {run.mesh.size('dp_shard')} replicas, gathered and reduced"
+            f"ZeRO-{self.stage}: {listed} sharded over {_holders(run.mesh)}, gathered and reduced"
             f" {'layer by layer, for each microbatch' if by_layer else 'once per step'}"
         )
         by_memory = run.setting.options.reshard_after_forward == "auto" and not has_adascale(run.setting.trainer)
@@ -279,6 +280,16 @@ class Zero(Technique):
             add("averages of gradients", "all_reduce", copies_axis, times, row)
         for (content, operation, size), nbytes in totals.items():
             yield Messages("data", content, operation, size, counts[content, operation, size], nbytes)
+
+
+def _holders(mesh: Mesh) -> str:
+    """The kind and number of the ranks that hold the shards: replicas, or pipeline ranks without stages."""
+    size = mesh.size("dp_shard")
+    if not mesh.sharded_axes:
+        return f"{size} replicas"
+    kinds = " x ".join(_AXIS_NAMES[axis] for axis in mesh.sharded_axes)
+    shares = mesh.size("shares")
+    return f"the {shares} {kinds} ranks" + (f" of {size // shares} replicas each" if size > shares else "")
 
 
 def members_of_groups(

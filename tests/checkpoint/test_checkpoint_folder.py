@@ -316,6 +316,22 @@ def test_foreign_folders_are_identified(tmp_path):
         SavedFolder(tmp_path / "dcp")
 
 
+@pytest.mark.parametrize(
+    ("names", "end"),
+    [
+        (["latest", "zero_to_fp32.py"], "of DeepSpeed: run `python zero_to_fp32.py . weights.pt` in it, .*ckpt_path"),
+        (["config.json", "model.safetensors"], "saved by save_pretrained: load it by from_pretrained in __init__, .*"),
+        (["notes.txt"], "but notes.txt"),
+    ],
+)
+def test_folders_of_other_libraries_are_named_with_the_way_to_load_them(tmp_path, names, end):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=rf"has no manifest.json .*{end}\nexplained") as caught:
+        SavedFolder(tmp_path)
+    assert "something else" not in str(caught.value)
+
+
 class Runs:
     def __reduce__(self):
         return print, ("run",)

@@ -6,7 +6,8 @@ import torch
 from harness.fits import refusal
 from harness.trainer_runs import ignore_warnings, trainer_of
 from lightning_hybrid.checkpoint.convert import to_folder
-from lightning_hybrid.checkpoint.full import check_state_shapes
+from lightning_hybrid.checkpoint.full import check_kind, check_state_shapes
+from lightning_hybrid.errors import CheckpointError
 from models.regression import FEATURES, Regression, regression_data
 
 
@@ -81,6 +82,48 @@ KINDS = {
     "ASGD": {},
     "RMSprop": {"momentum": 0.9, "centered": True},
 }
+
+
+def stepped(kind, options):
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (5,))]
+    optimizer = getattr(torch.optim, kind)(parameters, **options)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+CLASSES = {**KINDS, "AdamW": {}, "Adamax": {}, "NAdam": {}, "RAdam": {}, "Adagrad": {}, "Adadelta": {}, "Rprop": {}}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_states_of_another_class_are_refused_where_torch_fails(kind):
+    for saved, options in CLASSES.items():
+        state, optimizer = stepped(saved, options).state_dict(), stepped(kind, CLASSES[kind])
+        try:
+            check_kind(optimizer, state["param_groups"], state["state"], "one.ckpt")
+            refusal = ""
+        except CheckpointError as error:
+            refusal = str(error)
+        try:
+            optimizer.load_state_dict(state)
+            optimizer.step()
+            fails = False
+        except (KeyError, IndexError, AttributeError, TypeError):
+            fails = True
+        if fails:
+            assert refusal.startswith(f"one.ckpt does not fit {kind} of configure_optimizers: its "), saved
+        else:
+            assert kind not in refusal, (saved, refusal)
+
+
+def test_settings_may_differ_from_those_of_the_checkpoint():
+    for kind, options in (("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("RMSprop", {"centered": True})):
+        for one, other in ((options, {}), ({}, options)):
+            state, optimizer = stepped(kind, one).state_dict(), stepped(kind, other)
+            state["param_groups"][0] |= {"initial_lr": 0.1}
+            del state["param_groups"][0]["maximize"]  # as older versions of torch
+            check_kind(optimizer, state["param_groups"], state["state"], "one.ckpt")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -192,7 +192,7 @@ def test_nodes_of_a_config(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("name", "layout", "reason"),
     [
-        ("Stack", "pp=30", "UnfitError: the step needs 30 stages"),
+        ("Stack", "pp=30", "UnfitError: pipeline_parallel_size=30 makes 30 stages"),
         ("Stack", "tp=3", "shards no layer of the module"),
         ("Stack", "pp=2,m=9", "num_microbatches=9 but the batch has only 8 samples"),
     ],

@@ -163,10 +163,10 @@ def test_experts(capsys):
 @pytest.mark.parametrize(
     ("name", "layout", "reason"),
     [
-        ("Stack", "pp=30", "UnfitError: the step needs 30 stages"),
+        ("Stack", "pp=30", "UnfitError: pipeline_parallel_size=30 makes 30 stages"),
         ("Stack", "tp=3", "shards no layer of the module"),
         ("Stack", "dp=2,ep=2", "finds no experts"),
-        ("Stack", "pp=30,strict_layout=true", "UnfitError: the step needs 30 stages"),
+        ("Stack", "pp=30,strict_layout=true", "UnfitError: pipeline_parallel_size=30 makes 30 stages"),
     ],
 )
 def test_refusals(capsys, name, layout, reason):

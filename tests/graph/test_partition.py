@@ -62,7 +62,7 @@ def test_no_cut_between_a_unit_and_its_computed_weight():
     graph = graph_of(*rows, ("mean", [len(rows) - 1], []))
     homes = owner_stages(graph, 2)
     assert homes == {f"blocks.{i}.{member}": i for i in range(2) for member in ("v", "g", "bias")}
-    with pytest.raises(PartitionError, match="only 2 units"):
+    with pytest.raises(PartitionError, match="only 2 layers"):
         owner_stages(graph, 3)
 
 
@@ -188,8 +188,13 @@ def test_number_of_cuts_must_match():
 
 
 def test_more_stages_than_units():
-    with pytest.raises(PartitionError, match=r"needs 4 stages but has only 3 units.* 3 or less"):
-        owner_stages(chain(3), 4)
+    layers = r"makes 4 stages, but the step has only 3 layers with parameters \(blocks.0, blocks.1, blocks.2\); set "
+    with pytest.raises(PartitionError, match=f"pipeline_parallel_size=4 {layers}pipeline_parallel_size=2 or 1\n"):
+        owner_stages(chain(3), 4, num_ranks=4)
+    with pytest.raises(
+        PartitionError, match=rf"size=2 \* stages_per_rank=2 {layers}.* \* stages_per_rank to 3 or less\n"
+    ):
+        owner_stages(chain(3), 4, num_ranks=2)
 
 
 def test_recurrent_step_is_refused():
@@ -214,5 +219,7 @@ def test_inner_derivative_runs_on_its_latest_stage():
     with_inner = with_derivative(chain(4), (0, 1, 2, 3))
     with pytest.raises(PartitionError, match=r"leaves stages \[0\] of 2 empty"):
         assign(with_inner, owner_stages(with_inner, 2, ["blocks.2"]), 2)
-    with pytest.raises(PartitionError, match="only 1 unit with parameters, counting all operations of the derivative"):
+    with pytest.raises(
+        PartitionError, match=r"only 1 layer with parameters \(blocks\.0\), counting all operations of the deriv"
+    ):
         owner_stages(with_inner, 2)

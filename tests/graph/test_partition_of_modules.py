@@ -82,7 +82,7 @@ def test_more_stages_than_units():
             super().__init__(num_layers=0)
             self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
 
-    with pytest.raises(PartitionError, match="needs 4 stages but has only 2 units with parameters"):
+    with pytest.raises(PartitionError, match="makes 4 stages, but the step has only 2 layers with parameters"):
         run(make(Two), 4)
 
 

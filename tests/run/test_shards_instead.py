@@ -30,8 +30,10 @@ class Mesh:
         return self
 
 
-def fallback_of(reason, *, strict):
-    return Fallback(SimpleNamespace(automatic_optimization=True), Mesh(), ["pp"], reason, strict=strict)
+def fallback_of(reason, *, strict, may_retry=True):
+    return Fallback(
+        SimpleNamespace(automatic_optimization=True), Mesh(), ["pp"], reason, strict=strict, may_retry=may_retry
+    )
 
 
 @pytest.mark.parametrize(("reason", "end"), REASONS.items())
@@ -41,6 +43,15 @@ def test_no_stages_are_not_advised_where_shards_run(reason, end):
     with pytest.raises(LayoutError) as caught:
         fallback_of(reason, strict=True).announce()
     assert f"{end}; set strict_layout=False to have these 2 ranks hold shards" in str(caught.value)
+
+
+@pytest.mark.parametrize("may_retry", [False, True])
+def test_reason_is_given_once(may_retry):
+    fallback = fallback_of("StepError: why", strict=False, may_retry=may_retry)
+    with pytest.warns(UserWarning, match="sharded instead of pipelined") as caught:
+        fallback.announce()
+    assert [fallback.line, str(caught[0].message)][may_retry].count("StepError: why") == 0
+    assert [fallback.line, str(caught[0].message)][not may_retry].count("StepError: why") == 1
 
 
 @pytest.mark.parametrize("reason", [reason for reason in REASONS if WITHOUT_STAGES in reason])

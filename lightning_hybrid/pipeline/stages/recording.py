@@ -58,7 +58,7 @@ def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
     best: tuple[list[float], Recording, dict[str, int], set[str]] | None = None
     for _ in range(_MAX_RECORDINGS):
         try:
-            owner_stages = partition.owner_stages(recording.graph, plan.num_stages, plan.cuts)
+            owner_stages = partition.owner_stages(recording.graph, plan.num_stages, plan.cuts, plan.num_ranks)
             costs = partition.assign(recording.graph, owner_stages, plan.num_stages).costs()
             if best is None or plan.cuts is not None or max(costs) < 0.97 * max(best[0]):
                 best = costs, recording, owner_stages, set(plan.tracked_buffers)
@@ -82,7 +82,7 @@ def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
             plan.go_back(opened, tracked)
             break
     if best is None:
-        partition.owner_stages(recording.graph, plan.num_stages, plan.cuts)  # raises the reason
+        partition.owner_stages(recording.graph, plan.num_stages, plan.cuts, plan.num_ranks)  # raises the reason
     assert best is not None
     costs, recording, owner_stages, tracked = best
     opened = {name for name in plan.unit_choice.opened if name not in recording.units}

@@ -89,7 +89,7 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
     elif first is not None:
         details += _stage_rows(first, rank_of, None)
     rest += [] if first is None else _shared_and_means(run, first)
-    if run.fallback is not None:
+    if run.fallback is not None and run.fallback.line:
         head.insert(1, run.fallback.line)
     details += [line for technique in run.techniques for line in technique.details(run)]
     return StartTable(head, details, [*rest, *describe_techniques(run)])

@@ -95,8 +95,18 @@ class Fallback:
         reason: Why; a type of error, and its message.
     """
 
-    def __init__(self, module: pl.LightningModule, mesh: Mesh, axes: Sequence[str], reason: str, *, strict: bool):
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: Mesh,
+        axes: Sequence[str],
+        reason: str,
+        *,
+        strict: bool,
+        may_retry: bool = False,  # whether a batch may change that: a warning tells the reason only after the last try
+    ) -> None:
         self._module, self._strict, self.reason = module, strict, _NO_STAGES.sub("", reason)
+        self._may_retry = may_retry
         sizes = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
         self._sizes = ", ".join(f"{_SIZES[axis]}={size}" for axis, size in sizes.items())
         self._place = "pipelined" if list(axes) == ["pp"] else "cut"
@@ -109,8 +119,8 @@ class Fallback:
 
     @property
     def line(self) -> str:
-        """The line of the start table."""
-        return f"sharded instead of {self._place}: {self.reason}"
+        """The line of the start table; "" where a warning before it has said the same."""
+        return f"sharded instead of {self._place}: {self.reason}" if self._may_retry else ""
 
     def announce(self, error: Exception | None = None, *, reason: str = "") -> None:
         """Warn that ranks hold shards, and why (``reason`` replaces the first), now that no batch can change that.
@@ -119,7 +129,8 @@ class Fallback:
             LayoutError: The user wants the layout or nothing.
         """
         shown, self.reason = self.reason, _NO_STAGES.sub("", reason) or self.reason
-        why = " (the start table has the reason)" if self.reason == shown else f": {self.reason}"
+        is_in_table = self._may_retry and self.reason == shown
+        why = " (the start table has the reason)" if is_in_table else f": {self.reason}"
         if self._strict:
             name = f"{type(self._module).__name__}.training_step"
             raise LayoutError(

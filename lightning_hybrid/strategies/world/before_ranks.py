@@ -43,7 +43,10 @@ def _check_checkpoint(path: Any) -> None:
     folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
     found = (each for depth in range(4) for each in folder.glob("*/" * depth + "*.ckpt"))
     near = sorted(found, key=lambda each: each.stat().st_mtime)[-5:]
-    there = f"; there are {', '.join(map(str, near))}" if near else f"; {folder} has none"
+    asked = Path(path).absolute().parent
+    there = f"; the folder {asked} does not exist" if asked != folder else "" if near else f"; {folder} has no other"
+    if near:
+        there += f"; there are {', '.join(map(str, near))}"
     raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint{there}")
 
 

@@ -100,11 +100,12 @@ class RankFailures(RunCallback):
             reason = "another rank of the job has died silently (killed, or out of memory)" if first == cause else first
             text = f"{here} had to stop: {reason}"
             add_error_note(error, text)
-            shorten(error, f"[rank{self._mesh.rank}]: {text}")
+            shorten(error, text)
             self._close(reason)
             return
         is_same = first != cause and first.endswith(f" failed: {_brief(error)}")
-        shorten(error, f"[rank{self._mesh.rank}]: {here} failed like {first.partition(' in ')[0]}" if is_same else "")
+        failed = " ".join(first.split()[:2])  # "rank 0"
+        shorten(error, f"rank {self._mesh.rank} stopped: {failed} failed (see there)" if is_same else "")
         if self._all_reported(_SECONDS_FOR_PEERS):
             return
         self._close(first)
@@ -142,7 +143,9 @@ class RankFailures(RunCallback):
 
     def _where(self, error: BaseException) -> str:
         size = self._mesh.size("pp")
-        rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
+        rank = f"rank {self._mesh.rank}"
+        if size > 1:
+            rank += f" (pipeline rank {self._mesh.rank_in('pp')} of {size})"
         for text in error_notes_of(error):
             place = re.match(r"on pipeline rank \d+, (.*)", text)
             if place:

@@ -41,7 +41,9 @@ class Shortening:
         """Print an error that nothing has caught."""
         line = vars(error).get(_LINE)
         if line:
-            print(line, file=sys.stderr, flush=True)
+            # In one call: ranks share the terminal, and print would write the newline in a second one.
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
         else:
             self.before(kind, error, frames if line is None else trim(error).__traceback__)
 

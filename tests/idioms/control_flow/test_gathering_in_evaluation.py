@@ -149,7 +149,7 @@ def test_refused(worlds, module, words, options):
 
 
 def trained_in_too_many_stages():
-    with pytest.raises(UnfitError, match=r"needs 16 stages but has only 3 units.* to 3 or less"):
+    with pytest.raises(UnfitError, match=r"makes 16 stages, but the step has only 5 layers.* to 5 or less"):
         trainer_of(2, 2, strategy_options={"stages_per_rank": 8}).fit(Straight(), loader(4))
 
 

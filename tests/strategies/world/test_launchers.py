@@ -150,12 +150,16 @@ def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
     saved.touch()
     strategy = Hybrid3DStrategy(pipeline_parallel_size=2, start_method=method)
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
-    with pytest.raises(FileNotFoundError, match=f"version_1.*there is no such checkpoint; there are {saved}"):
+    with pytest.raises(
+        FileNotFoundError, match=f"no such checkpoint; the folder .*/version_1/checkpoints does.*; there are {saved}"
+    ):
         trainer.fit(Tiny(), loader(4), ckpt_path=tmp_path / "version_1/checkpoints/last.ckpt")
     assert not trainer.strategy.launcher.procs
-    with pytest.raises(FileNotFoundError, match=f"{saved.parent}/empty has none"):
+    with pytest.raises(FileNotFoundError, match=f"; {saved.parent}/empty has no other$"):
         (saved.parent / "empty").mkdir()
         trainer.validate(Tiny(), loader(4), ckpt_path=str(saved.parent / "empty/other.ckpt"))
+    with pytest.raises(FileNotFoundError, match=f"; the folder {saved.parent}/empty/runs/a does not exist$"):
+        trainer.validate(Tiny(), loader(4), ckpt_path=str(saved.parent / "empty/runs/a/other.ckpt"))
 
 
 @pytest.mark.parametrize(

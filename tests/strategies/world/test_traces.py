@@ -49,14 +49,26 @@ def files_in(text):
     return set(re.findall(r'File "([^"]*)"', text))
 
 
-@pytest.mark.parametrize("ranks", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_one_rank_prints_frames_of_the_user(tmp_path, ranks):
     output = output_of(tmp_path, ranks=ranks, method="popen")
     assert output.count("Traceback") == 1
     assert files_in(output) == {str(tmp_path / "train.py")}
     assert output.count("ZeroDivisionError: on purpose\n") == (2 if ranks == [1] else 1), output
-    [other] = re.findall(r"^\[rank\d\]: rank .*(?:had to stop|failed like).*", output, re.MULTILINE)
-    assert "failed like rank" in other or "had to stop: rank 1" in other
+    [other] = re.findall(r"^rank \d .*(?:had to stop|stopped): .*\n", output, re.MULTILINE)
+    if ranks == [1]:
+        assert "had to stop: rank 1 (pipeline rank 1 of 2) in " in other
+    else:
+        assert other in [f"rank {1 - rank} stopped: rank {rank} failed (see there)\n" for rank in ranks]
+
+
+def test_a_line_of_a_rank_is_written_with_its_end(monkeypatch):
+    written = []
+    monkeypatch.setattr(sys.stderr, "write", written.append)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    shorten(error := ValueError("on purpose"), "rank 1 stopped: rank 0 failed (see there)")
+    sys.excepthook(ValueError, error, None)
+    assert written == ["rank 1 stopped: rank 0 failed (see there)\n"]
 
 
 @pytest.mark.slow
