@@ -155,11 +155,12 @@ def test_a_resume_under_another_layout_is_printed(worlds, tmp_path, as_folder):
         return path
 
     path = saved("ranks.ckpt", DP2PP2)
-    [[line]] = worlds.run(1, lines_of_resume, path)
+    [[line, epochs]] = worlds.run(1, lines_of_resume, path)
     assert line.startswith(
         f"{path} was saved under pipeline_parallel_size=2, data_parallel_size=2 and resumes under one process"
     )
     assert ("random generators of 2 replicas are not restored to 1" in line) == as_folder
+    assert "the number of replicas changes from 2 to 1" in epochs
     [lines] = worlds.run(1, lines_of_resume, saved("one.ckpt", PP1))
     assert lines == []
 
