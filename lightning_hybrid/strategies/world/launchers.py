@@ -57,13 +57,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         Raises:
             RuntimeError: The program is no file that could be started again.
         """
+        self.strategy.check_before_ranks(function, *args, **kwargs)
         if not self.cluster_environment.creates_processes_externally and sys.argv[0] in ("-", "-c", ""):
             raise RuntimeError(
                 f"{self.num_processes} devices: each rank starts the script again, but this program came from"
                 f" {'python -c' if sys.argv[0] == '-c' else 'standard input'}; save it as a .py file, or set"
                 " Hybrid3DStrategy(..., start_method='fork')"
             )
-        self.strategy.check_before_ranks(function, *args, **kwargs)
         return super().launch(function, *args, **kwargs)
 
     def _call_children_scripts(self) -> None:

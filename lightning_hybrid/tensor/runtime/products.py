@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
@@ -29,6 +30,7 @@ from lightning_hybrid.tensor.collectives import Ranks, enter, leave
 from lightning_hybrid.tensor.plan import LinearLike
 
 _torch_linear = torch._C._nn.linear
+_saving_hooks: Callable[[bool], Any] = _top_saved_tensors_default_hooks
 
 
 class Product:
@@ -81,7 +83,8 @@ class Product:
 
     def leave(self, ranks: Ranks, x: Tensor) -> Tensor:
         """The sum of the ranks' products, ``(..., out features)``, to which the bias is added once."""
-        if self._in_one(x):
+        # Where a forward may run again, that ends at the last tensor that is saved: before the sum, if it is its own.
+        if not _saving_hooks(False) and self._in_one(x):
             return _leave_by_product(x, *self._operands(), self, ranks)
         return add_bias(leave(self(x, False), ranks), self._operands()[1])
 

@@ -233,7 +233,8 @@ class ShardedUnit:
                 swaps.put(*entry)
             put_forwards(self._modules, forwards, swaps)
             if has_modes or self._path is not None:
-                with self._modes(sequence, local, is_watched=is_watched):
+                # The path takes the frame that enters it for the one around the user's code.
+                with self._modes(sequence, local, is_watched=is_watched), self._path or _NOTHING:
                     output = forward(*args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
@@ -262,7 +263,6 @@ class ShardedUnit:
         self._linears.enter_modes(undo, mode, RingAttentionMode.of(sequence, rules, learning=self.learning))
         if sequence.is_sharded and self._unit.training:
             undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
-        undo.enter_context(self._path or _NOTHING)
         return undo
 
     @property

@@ -193,7 +193,9 @@ def test_zero_line_names_the_option_that_needs_less_memory(stage, per_layer, nam
         setting = SimpleNamespace(
             options=SimpleNamespace(reshard_after_forward=reshard), trainer=SimpleNamespace(callbacks=[])
         )
-        [text] = technique.lines(SimpleNamespace(setting=setting, mesh=SimpleNamespace(size=lambda axis: 2)))
+        [text] = technique.lines(
+            SimpleNamespace(setting=setting, mesh=SimpleNamespace(size=lambda axis: 2, sharded_axes=()))
+        )
         return text
 
     assert (
