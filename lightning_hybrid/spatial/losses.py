@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.logits.vocabulary import VocabularyShard
-from lightning_hybrid.spatial.windows import local_rows
+from lightning_hybrid.spatial.windows import local_rows, named
 
 aten = torch.ops.aten
 _MEAN = 1
@@ -38,13 +38,6 @@ def nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(grad, x.local, local_target, weight, reduction, ignore, total))
 
 
-def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a kernel by their names."""
-    arguments = func._schema.arguments
-    given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
-    return {each.name: given.get(each.name, each.default_value) for each in arguments}
-
-
 def _operand(value: Any, x: VocabularyShard) -> Any:
     """An argument beside this rank's rows of x; one without rows, or with one for all, as it is."""
     has_rows = isinstance(value, Tensor) and value.dim() >= -x.from_right and value.shape[x.from_right] != 1
@@ -53,7 +46,7 @@ def _operand(value: Any, x: VocabularyShard) -> Any:
 
 def pixelwise(func: Any, args: Any, kwargs: Any) -> Any:
     """A loss of each pixel, or its sum or mean."""
-    given = _named(func, args, kwargs)
+    given = named(func, args, kwargs)
     reduction = given["reduction"]
     x = given["self"]
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
@@ -72,7 +65,7 @@ def pixelwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 def pixelwise_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """The gradient of the prediction."""
-    given = _named(func, args, kwargs)
+    given = named(func, args, kwargs)
     reduction, x = given["reduction"], given["self"]
     if not isinstance(x, VocabularyShard):
         return NotImplemented

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

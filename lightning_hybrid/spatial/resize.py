@@ -9,7 +9,7 @@ The weights are those of torch's own kernel, which runs once on the rows of an i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 from lightning_hybrid.logits.vocabulary import VocabularyShard
 from lightning_hybrid.spatial.rows import Interval, Needs, Rows, can_be_sharded, owned
-from lightning_hybrid.spatial.windows import is_spatial, local_rows, rows_like
+from lightning_hybrid.spatial.windows import is_spatial, local_rows, named, rows_like, unread
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowSums:
     """Rows of a result as weighted sums of rows.
 
@@ -39,6 +39,7 @@ class RowSums:
     sources: Sequence[Sequence[int]]
     weights: Sequence[Sequence[float]] = ()
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (as long as the sums, which are themselves cached)
     def needs(self, size: int) -> Needs | None:
         """What ranks need for their rows of the result; None where it cannot be sharded."""
         if not can_be_sharded(len(self.sources), size):
@@ -50,19 +51,26 @@ class RowSums:
 
         return Needs.of(self.length, len(self.sources), size, rows_of)
 
-    def _taps(self, needs: Needs, like: Tensor, rank: int, size: int, dim: int) -> list[tuple[Tensor, Tensor | None]]:
-        """For each tap its places among the fetched rows of this rank, and its weights, which broadcast."""
+    @lru_cache(maxsize=1024)  # noqa: B019 (as long as the sums, which are themselves cached)
+    @torch.inference_mode(mode=False)  # made in an evaluation, they are used in training too
+    def _taps(self, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Any]]:
+        """For each tap its places among the fetched rows of a rank, and its weights; None where rows are copied."""
+        needs = self.needs(size)
+        assert needs is not None
         first, last = owned(len(self.sources), rank, size)
-        start, found = needs.of_ranks[rank][0], []
-        shape = [-1 if k == dim else 1 for k in range(like.dim())]
+        start = needs.of_ranks[rank][0]
+        found: list[tuple[Tensor, Any]] = []
         for tap in range(len(self.sources[0])):
-            places = torch.tensor([row[tap] - start for row in self.sources[first:last]], device=like.device)
-            weights = None
-            if self.weights:
-                values = [row[tap] for row in self.weights[first:last]]
-                weights = torch.tensor(values, dtype=_wide(like.dtype), device=like.device).view(shape)
-            found.append((places, weights))
+            places = torch.tensor([row[tap] - start for row in self.sources[first:last]], device=device)
+            values = [row[tap] for row in self.weights[first:last]]
+            found.append((places, torch.tensor(values, dtype=dtype, device=device) if values else None))
         return found
+
+    def _taps_of(self, like: Tensor, dim: int, rank: int, size: int) -> Iterator[tuple[Tensor, Any]]:
+        """The taps for tensors of these dims and this dtype, whose weights broadcast."""
+        shape = [-1 if k == dim else 1 for k in range(like.dim())]
+        for places, weights in self._taps(rank, size, torch.promote_types(like.dtype, torch.float32), like.device):
+            yield places, None if weights is None else weights.view(shape)
 
     def apply(self, x: VocabularyShard) -> VocabularyShard | None:
         """The result's rows of this rank; None where it cannot be sharded."""
@@ -71,7 +79,7 @@ class RowSums:
         if needs is None:
             return None
         rows, total = needs.fetch(x.local, dim, x.vocabulary), None
-        for places, weights in self._taps(needs, rows, ranks.rank, ranks.size, dim):
+        for places, weights in self._taps_of(rows, dim, ranks.rank, ranks.size):
             taken = rows.index_select(dim, places)
             addend = taken if weights is None else taken * weights
             total = addend if total is None else total.add_(addend)
@@ -85,16 +93,13 @@ class RowSums:
         assert needs is not None
         local = local_rows(grad, Rows(len(self.sources), ranks), from_right)
         dim = local.dim() + from_right
-        first, last = needs.of_ranks[ranks.rank]
-        shape = [last - first if k == dim else length for k, length in enumerate(local.shape)]
-        found = local.new_zeros(shape, dtype=_wide(local.dtype) if self.weights else local.dtype)
-        for places, weights in self._taps(needs, local, ranks.rank, ranks.size, dim):
+        count = needs.num_fetched(ranks.rank)
+        shape = [count if k == dim else length for k, length in enumerate(local.shape)]
+        wide = torch.promote_types(local.dtype, torch.float32) if self.weights else local.dtype
+        found = local.new_zeros(shape, dtype=wide)
+        for places, weights in self._taps_of(local, dim, ranks.rank, ranks.size):
             found.index_add_(dim, places, (local if weights is None else local * weights).to(found.dtype))
         return needs.give_back(found.to(grad.dtype), dim, rows)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 # --- what a kernel does to rows, by the kernel itself -----------------------------------------------------------------
@@ -106,7 +111,7 @@ def _row_sums(run: Kernel, length: int, dtype: torch.dtype, device: torch.device
     taps: list[list[tuple[int, float]]] = []
     for start in range(0, length, _AT_ONCE):
         count = min(_AT_ONCE, length - start)
-        unit = torch.zeros(1, count, length, _COLUMNS, dtype=_wide(dtype), device=device)
+        unit = torch.zeros(1, count, length, _COLUMNS, dtype=torch.promote_types(dtype, torch.float32), device=device)
         unit[0, torch.arange(count), start + torch.arange(count)] = 1
         found = run(unit)[0, :, :, 0]
         taps = taps or [[] for _ in range(found.shape[1])]
@@ -154,10 +159,9 @@ def _interpolation(func: Any, options: Sequence[Any], length: int, out_length: i
 
 def upsample(func: Any, args: Any, kwargs: Any) -> Any:
     """Interpolation, of the sharded dim by sums of rows, of others by the kernel."""
-    x, sizes, *options = args
+    x, sizes, *options = named(func, args, kwargs).values()
     if not is_spatial(x):
         return NotImplemented
-    options += [None] * (len(func._schema.arguments) - 2 - len(options))
     kernel, rest = _interpolation(func, options, x.vocabulary.length, sizes[x.from_right], x.from_right)
     sums = _row_sums(kernel, x.vocabulary.length, x.dtype, x.device)
     if sums.needs(x.vocabulary.ranks.size) is None:
@@ -183,10 +187,9 @@ def _changes(x: VocabularyShard, sizes: Sequence[int]) -> bool:
 
 def upsample_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """The gradient of the input."""
-    grad, sizes, in_sizes, *options = args
+    grad, sizes, in_sizes, *options = named(func, args, kwargs).values()
     if not is_spatial(grad):
         return NotImplemented
-    options += [None] * (len(func._schema.arguments) - 3 - len(options))
     length, from_right = in_sizes[grad.from_right], grad.from_right
     kernel, rest = _interpolation(func, options, length, sizes[from_right], from_right)
     sums = _row_sums(kernel, length, grad.dtype, grad.device)
@@ -266,8 +269,7 @@ def pad_backward(func: Any, args: Any, kwargs: Any) -> Any:
     rows = Rows(length + before + after, ranks)
     local = local_rows(grad, rows, x.from_right)
     if any(others):
-        shape = [local.shape[k] if k == x.cut_dim else size for k, size in enumerate(x.shape)]
-        local = func(local.contiguous(), x.local.new_empty(1).expand(shape), others)
+        local = func(local.contiguous(), unread(x, local.shape[x.cut_dim]), others)
     if sums is None:
         return x.like(local)
     return x.like(sums.adjoint(type(x)(local, x.cut_dim, rows), x.vocabulary, x.from_right))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -96,7 +97,12 @@ class Needs:
         """The rows that a rank needs from an owner, as numbers of the full tensor."""
         return _common(self.of_ranks[rank], owned(self.length, owner, len(self.of_ranks)))
 
-    @property
+    def num_fetched(self, rank: int) -> int:
+        """Number of rows that ``fetch`` returns on a rank."""
+        first, last = self.of_ranks[rank]
+        return last - first
+
+    @cached_property
     def are_local(self) -> bool:
         """Whether no rank needs rows of others."""
         size = len(self.of_ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +33,18 @@ def local_rows(x: Tensor, rows: Vocabulary, from_right: int) -> Tensor:
             return x.local
         x = x.gathered()
     return rows.local_rows(x, x.dim() + from_right)
+
+
+def unread(x: VocabularyShard, rows: int) -> Tensor:
+    """A tensor of the shape of x with so many rows, for kernels that read the shape alone."""
+    return x.local.new_empty(1).expand([rows if dim == x.cut_dim else size for dim, size in enumerate(x.shape)])
+
+
+def named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a kernel by their names, with its defaults."""
+    arguments = func._schema.arguments
+    given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+    return {each.name: given.get(each.name, each.default_value) for each in arguments}
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,7 @@ class Window:
         """Rows of the result."""
         return (length + 2 * self.padding - self.extent) // self.stride + 1
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (a few windows, without tensors)
     def needs(self, length: int, size: int) -> Needs | None:
         """What ranks need for their rows of the result; None where it cannot be sharded."""
         out = self.out_length(length)
@@ -222,7 +236,7 @@ def _pool_window(x: VocabularyShard, kernel: Any, stride: Any, padding: Any, dil
 
 def max_pool(func: Any, args: Any, kwargs: Any) -> Any:
     """Maxima of windows, and the flat positions of these in the full plane."""
-    x, kernel, stride, padding, dilation, ceil_mode = _filled(args, ([], [0], [1], False))
+    x, kernel, stride, padding, dilation, ceil_mode = named(func, args, kwargs).values()
     if not is_spatial(x) or ceil_mode:
         return NotImplemented
     window = _pool_window(x, kernel, stride, padding, dilation)
@@ -234,12 +248,6 @@ def max_pool(func: Any, args: Any, kwargs: Any) -> Any:
     out, indices = func(rows, kernel, stride, _without(x, padding), dilation, False)
     out_length = window.out_length(x.vocabulary.length)
     return rows_like(x, out, out_length), rows_like(x, _moved_rows(indices, x, rows, needs, +1), out_length)
-
-
-def _filled(args: Any, defaults: Any) -> Any:
-    """Arguments, with defaults for those at the end that are missing."""
-    missing = 2 + len(defaults) - len(args)
-    return (*args, *(defaults[len(defaults) - missing :] if missing > 0 else ()))
 
 
 def _moved_rows(indices: Tensor, x: VocabularyShard, rows: Tensor, needs: Needs, sign: int) -> Tensor:
@@ -267,9 +275,7 @@ def max_pool_backward(func: Any, args: Any, kwargs: Any) -> Any:
     needs = window.needs(x.vocabulary.length, x.vocabulary.ranks.size)
     if needs is None:
         return NotImplemented
-    first, last = needs.of_ranks[x.vocabulary.ranks.rank]
-    shape = [last - first if dim == x.cut_dim else length for dim, length in enumerate(x.shape)]
-    rows = x.local.new_empty(1).expand(shape)  # the kernel reads its shape
+    rows = unread(x, needs.num_fetched(x.vocabulary.ranks.rank))
     places = _moved_rows(indices.local, x, rows, needs, -1)
     local_grad = local_rows(grad, indices.vocabulary, x.from_right).contiguous()
     found = func(local_grad, rows, kernel, stride, _without(x, padding), dilation, False, places)
@@ -278,7 +284,7 @@ def max_pool_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 def avg_pool(func: Any, args: Any, kwargs: Any) -> Any:
     """Averages of windows."""
-    x, kernel, stride, padding, ceil_mode, counts_padding, divisor = _filled(args, ([], [0], False, True, None))
+    x, kernel, stride, padding, ceil_mode, counts_padding, divisor = named(func, args, kwargs).values()
     window = _average_window(x, kernel, stride, padding, ceil_mode, counts_padding)
     needs = None if window is None else window.needs(x.vocabulary.length, x.vocabulary.ranks.size)
     if window is None or needs is None:
@@ -303,11 +309,9 @@ def avg_pool_backward(func: Any, args: Any, kwargs: Any) -> Any:
     needs = None if window is None else window.needs(x.vocabulary.length, x.vocabulary.ranks.size)
     if window is None or needs is None:
         return NotImplemented
-    first, last = needs.of_ranks[x.vocabulary.ranks.rank]
-    shape = [last - first if dim == x.cut_dim else length for dim, length in enumerate(x.shape)]
     out_rows = Rows(window.out_length(x.vocabulary.length), x.vocabulary.ranks)
     local_grad = local_rows(grad, out_rows, x.from_right).contiguous()
-    rows = x.local.new_empty(1).expand(shape)
+    rows = unread(x, needs.num_fetched(x.vocabulary.ranks.rank))
     found = func(local_grad, rows, kernel, stride, _without(x, padding), False, counts_padding, divisor)
     return x.like(needs.give_back(found, x.cut_dim, x.vocabulary))
 

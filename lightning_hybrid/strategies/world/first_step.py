@@ -32,7 +32,7 @@ class FirstStep(RunCallback):
         self._mesh, self._replicas = mesh, mesh.size("data")
         self._store = store_of_run("first-step", mesh.rank)
         self._first_step = -1  # the step that the run begins with; -1 before it
-        self._is_over = self._is_stream = False
+        self._is_over = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
         """Leave the digest of this replica's first batch, the same on its ranks.
@@ -44,13 +44,15 @@ class FirstStep(RunCallback):
             return
         self._first_step = trainer.global_step
         leaves, group = flatten(batch)[0], self._mesh.group("replica")
-        if group.size() > 1 and len(set(digests := gather_on_all(digest(leaves), group))) > 1:
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
+        is_stored = self._replicas > 1 and has_tensors and _has_stream(trainer)
+        own = digest(leaves) if is_stored or group.size() > 1 else 0
+        if group.size() > 1 and len(set(digests := gather_on_all(own, group))) > 1:
             axis = next((axis for axis in RANKS if self._mesh.size(axis) == group.size()), "replica")
             raise batches_differ(digests, RANKS.get(axis, axis))
-        self._is_stream = any(isinstance(leaf, Tensor) for leaf in leaves) and _has_stream(trainer)
-        if self._is_stream and self._replicas > 1:
+        if is_stored:
             replica = self._mesh.layout.data_rank(self._mesh.rank)
-            self._store.set(f"batch-{replica}", str(digest(leaves)))
+            self._store.set(f"batch-{replica}", str(own))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         """Compare, after the first optimizer step."""
