@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_ended() -> bool:
-    """Whether nobody reads the output any more, as after ``| head``; what is left of it is then dropped."""
+    """Whether the reader of the output has ended, as after ``| head``; what is left of it is then dropped."""
     output = select.poll()
     output.register(sys.stdout, select.POLLERR)
     if not output.poll(0):

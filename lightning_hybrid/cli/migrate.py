@@ -153,7 +153,7 @@ def _moved(part: str) -> Rule:
     return move
 
 
-def _recomputation(given: Any, found: Arguments) -> None:
+def _checkpointed(given: Any, found: Arguments) -> None:
     found.strategy["recompute"] = "full"
     _walk(given, _CHECKPOINTING, found)
 
@@ -256,7 +256,7 @@ _DEEPSPEED: dict[str, Any] = {
     "bf16": _enabled("bf16-mixed"),
     "bfloat16": _enabled("bf16-mixed"),
     "fp16": _enabled("16-mixed"),
-    "activation_checkpointing": _recomputation,
+    "activation_checkpointing": _checkpointed,
     "tensor_parallel": {"autotp_size": _strategy("tensor_parallel_size")},
     "sequence_parallel_size": _strategy("context_parallel_size"),
     "train_micro_batch_size_per_gpu": _by_hand(_BATCH),

@@ -4,7 +4,7 @@
     bilinear    2 rows, weights by their distance
     bicubic     4 rows
 
-The weights are those of torch's own kernel, which runs once on the rows of an identity matrix.
+Torch's own kernel gives the weights: it runs once on the rows of an identity matrix.
 """
 
 from __future__ import annotations

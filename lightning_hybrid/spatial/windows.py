@@ -181,7 +181,7 @@ class _Transposed:
         self._needs = Needs.of(length, self.out_length, size, rows_of)
         first, last = owned(self.out_length, x.vocabulary.ranks.rank, size)
         start, end = self._needs.of_ranks[x.vocabulary.ranks.rank]
-        self._skipped = first - (start * step - before)  # rows of the local result before those of this rank
+        self._skipped = first - (start * step - before)  # rows of the local result that belong to the rank before
         self._made, self._kept = (end - start - 1) * step + extent, last - first
 
     def forward(self, func: Any, bias: Tensor | None) -> Any:

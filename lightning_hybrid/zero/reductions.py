@@ -10,8 +10,8 @@ received only once it has arrived, or once all ranks are known to have launched 
 
 [Note: in one order with gathers] Streams of a GPU may share one queue, and an allocation may wait for all of a GPU. So
 where gathers follow the calls of layers, a rank must not launch a reduction before a gather that another rank launches
-first. In a backward it launches those of the layers that all ranks have called, up to the first that some rank has not;
-the others come once no rank gathers any more.
+first. In a backward it launches the reductions of layers that all ranks have called, up to the first that some rank has
+not; the others come once no rank gathers any more.
 """
 
 from __future__ import annotations

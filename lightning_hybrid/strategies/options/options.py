@@ -322,7 +322,7 @@ class Options:
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
         """The sizes of the layout; those left to the planner are 1 unless it has set them."""
         sizes = {n: 1 if size == "auto" and n != "data_parallel_size" else size for n, size in self.sizes.items()}
-        if self.spatial_parallel_size > 1:  # ranks with the same samples, as those of sequences
+        if self.spatial_parallel_size > 1:  # its ranks read the same samples, as context ranks do
             sizes["context_parallel_size"] = self.spatial_parallel_size
         shard: int | Literal["all"] = 1
         if self.zero_stage:
