@@ -76,8 +76,10 @@ def node_cost(node: Node, graph: StepGraph) -> float:
     return node.flops + FLOPS_PER_BYTE * (node.moved_bytes + read)
 
 
-def balance(costs: Sequence[float], num_segments: int) -> list[int]:
+def balance(costs: Sequence[float], num_segments: int, widths: Sequence[int] = ()) -> list[int]:
     """Divide ``costs`` into ``num_segments`` contiguous non-empty segments whose largest sum is as small as possible.
+
+    The sum of segment s is divided by ``widths[s]``, the ranks that share it; 1 each if empty.
 
     Returns:
         The start of each segment; the first is 0. Exact, in O(n * num_segments * log n).
@@ -88,16 +90,19 @@ def balance(costs: Sequence[float], num_segments: int) -> list[int]:
             f"{count} elements cannot be divided into {num_segments} non-empty segments", entry="elements"
         )
     sums = [0.0, *itertools.accumulate(costs)]
-    best = sums[:]  # best[i]: smallest largest sum over the first i elements, with the segments so far
+    widths = widths or [1] * num_segments
+    best = [each / widths[0] for each in sums]  # best[i]: smallest largest sum over the first i elements, so far
     choice: list[list[int]] = []
     for count_so_far in range(2, num_segments + 1):
-        row, starts = [float("inf")] * (count + 1), [0] * (count + 1)
+        row, starts, width = [float("inf")] * (count + 1), [0] * (count + 1), widths[count_so_far - 1]
         for end in range(count_so_far, count + 1):
             # best[] grows with its index while the last segment shrinks: their maximum is least where they meet.
-            low = bisect.bisect_left(range(count_so_far - 1, end), True, key=lambda j: best[j] >= sums[end] - sums[j])
+            low = bisect.bisect_left(
+                range(count_so_far - 1, end), True, key=lambda j: best[j] * width >= sums[end] - sums[j]
+            )
             for j in (count_so_far - 1 + low, count_so_far - 2 + low):
-                if count_so_far - 1 <= j < end and max(best[j], sums[end] - sums[j]) < row[end]:
-                    row[end], starts[end] = max(best[j], sums[end] - sums[j]), j
+                if count_so_far - 1 <= j < end and max(best[j], (sums[end] - sums[j]) / width) < row[end]:
+                    row[end], starts[end] = max(best[j], (sums[end] - sums[j]) / width), j
         best = row
         choice.append(starts)
     cuts, end = [], count
@@ -108,7 +113,11 @@ def balance(costs: Sequence[float], num_segments: int) -> list[int]:
 
 
 def owner_stages(
-    graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = None, num_ranks: int = 1
+    graph: StepGraph,
+    num_stages: int,
+    cuts: Sequence[str] | None = None,
+    num_ranks: int = 1,
+    widths: Sequence[int] = (),
 ) -> dict[str, int]:
     """Choose the owner stage of each parameter that the graph reads.
 
@@ -117,6 +126,7 @@ def owner_stages(
         num_stages: Number of stages.
         cuts: FQNs at which the stages 1, 2, ... begin; balanced by cost if None.
         num_ranks: Number of pipeline ranks, for the error where there are too many stages.
+        widths: Number of ranks of each stage; one each if empty.
 
     Raises:
         PartitionError: More stages than units, an unknown cut, or cuts in another order than the step runs.
@@ -131,7 +141,7 @@ def owner_stages(
         bounds = [*starts[1:], len(graph.nodes)]
         begin = [0, *starts[1:]]
         costs = [sum(node_cost(node, graph) for node in graph.nodes[a:b]) for a, b in zip(begin, bounds, strict=True)]
-        first_nodes = [begin[i] for i in balance(costs, num_stages)]
+        first_nodes = [begin[i] for i in balance(costs, num_stages, widths)]
     else:
         first_nodes = _cut_at(graph, num_stages, cuts, updates)
     homes = {name: bisect.bisect_right(first_nodes, node) - 1 for name, node in first_use.items()}

@@ -132,8 +132,12 @@ class StepResultExchange:
         numbers += [_number(batch.value(value)) for value in self._reads]
         if self._has_guesses:
             # The last stage has most values; one number of each is sent.
-            is_last = self._plan.rank == self._plan.rank_of(self._plan.num_stages - 1)
-            numbers += [guess if is_last else ABSENT for entry in self._entries for guess in entry.guesses]
+            last, rank_of = self._plan.num_stages - 1, self._plan.rank_of
+            numbers += [
+                guess if self._plan.rank == rank_of(last, index) else ABSENT
+                for entry in self._entries
+                for index, guess in enumerate(entry.guesses)
+            ]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self.digest = self._batch.number()
         self._exchange = NumberExchange(
@@ -233,7 +237,7 @@ class StepResultExchange:
             self._combined_keys -= found.keys()
         for index, value in self._tensors:
             assignment = self._variants[index].assignment
-            source = self._plan.rank_of(assignment.value_stage[value])
+            source = self._plan.rank_of(assignment.value_stage[value], index)
             made = runs[index].made.get(value) if source == self._group.rank() else None
             content[index][value] = broadcast_tensor(
                 assignment.graph.values[value], made, source, self._group, self._device

@@ -200,7 +200,7 @@ class LogCapture:
                     values, guesses = [ABSENT] * self._count, [ABSENT] * self._count
                     entries[key] = replace(one, values=values, guesses=guesses, sizes=[None] * self._count)
                 entry = entries[key]
-                entry.kwargs, entry.value, entry.origin = one.kwargs, one.value, one.origin
+                entry.kwargs, entry.value, entry.origin = one.kwargs, one.value, one.origin or entry.origin
                 entry.is_python, entry.is_integer, entry.is_bool = one.is_python, one.is_integer, one.is_bool
                 entry.values[index], entry.guesses[index] = one.values[0], one.guesses[0]
                 entry.sizes[index] = one.sizes[0]

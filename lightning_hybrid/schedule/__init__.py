@@ -40,6 +40,7 @@ from lightning_hybrid.schedule.generators import (
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
 from lightning_hybrid.schedule.proof import check_program
 from lightning_hybrid.schedule.simulator import Span, Timeline, simulate
+from lightning_hybrid.schedule.widths import WIDTH_SCHEDULES, with_widths
 
 if TYPE_CHECKING:
     from lightning_hybrid.schedule.events import to_trace
@@ -70,6 +71,7 @@ __all__ = [
     "TimeByCause",
     "Timeline",
     "UnitSeconds",
+    "WIDTH_SCHEDULES",
     "chain",
     "check_program",
     "forward_only",
@@ -86,6 +88,7 @@ __all__ = [
     "to_svg",
     "to_text",
     "to_trace",
+    "with_widths",
 ]
 
 _LATE = {  # what no run needs, by the module that has it

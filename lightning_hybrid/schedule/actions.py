@@ -6,8 +6,11 @@ how an action is carried out (the pipeline's executor).
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_hybrid.graph.partition import Assignment
@@ -26,12 +29,13 @@ class Kind(str, Enum):
     OPTIMIZER = "S"  # clip gradients and step the optimizer, once per step; measured only, in no schedule
 
 
-# A reduction or an optimizer step belongs to the step, not to a microbatch.
+# A reduction or an optimizer step belongs to the step, not to a microbatch. Where several ranks hold a stage, their
+# reductions have the numbers below.
 NO_MICROBATCH = -1
 
 
 class Action(NamedTuple):
-    """One piece of work: `kind` on `stage` for `microbatch` (`NO_MICROBATCH` for REDUCE and OPTIMIZER).
+    """One piece of work: `kind` on `stage` for `microbatch` (below 0 for REDUCE and OPTIMIZER).
 
     Written as torch writes it: `2F0` is the forward of microbatch 0 on stage 2; `2R` reduces the gradients of stage 2.
     `S` is the optimizer's step, of all stages of a rank.
@@ -45,7 +49,7 @@ class Action(NamedTuple):
         """The short form, such as `2F0`."""
         if self.kind is Kind.OPTIMIZER:
             return self.kind.value
-        if self.microbatch == NO_MICROBATCH:
+        if self.microbatch < 0:
             return f"{self.stage}{self.kind.value}"
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
@@ -69,11 +73,18 @@ def stages_of_rank(
     return tuple(stage for stage in stages if rank_of_stage(stage, num_ranks, placement) == rank)
 
 
+def ranks_of_widths(widths: Sequence[int]) -> list[range]:
+    """The ranks that hold each stage, where stage s has `widths[s]` of them."""
+    ends = [0, *itertools.accumulate(widths)]
+    return [range(first, end) for first, end in itertools.pairwise(ends)]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """For every pipeline rank, its actions in order.
 
-    Ranks here are pipeline coordinates, not global ranks. `placement` tells which rank holds a stage.
+    Ranks here are pipeline coordinates, not global ranks. `placement` tells which rank holds a stage. A stage s of
+    `widths[s]` ranks has copies on all of them, which take its microbatches in turn; one each if `widths` is empty.
     """
 
     name: str
@@ -82,20 +93,37 @@ class Schedule:
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
     placement: Placement = "round_robin"
+    widths: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
         """The number of stages over all ranks."""
-        return self.num_ranks * self.stages_per_rank
+        return len(self.widths) or self.num_ranks * self.stages_per_rank
 
     @property
     def has_backward(self) -> bool:
         """Whether any stage runs backward; False for validation and prediction."""
         return any(action.kind is not Kind.F for row in self.actions for action in row)
 
-    def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
-        return rank_of_stage(stage, self.num_ranks, self.placement)
+    @cached_property
+    def ranks_of_stages(self) -> Sequence[Sequence[int]]:
+        """The ranks that hold each stage."""
+        if self.widths:
+            return ranks_of_widths(self.widths)
+        return [(rank_of_stage(stage, self.num_ranks, self.placement),) for stage in range(self.num_stages)]
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a microbatch of a stage."""
+        ranks = self.ranks_of_stages[stage]
+        return ranks[microbatch % len(ranks)]
+
+    def source_of(self, message: Message) -> int:
+        """The rank that makes a message."""
+        return self.rank_of(message.source, message.microbatch)
+
+    def target_of(self, message: Message) -> int:
+        """The rank that needs a message."""
+        return self.rank_of(message.target, message.microbatch)
 
 
 def with_reductions(row: list[Action]) -> tuple[Action, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_hybrid.schedule.actions import NO_MICROBATCH, Action, Kind, Portals, needed_by
+from lightning_hybrid.schedule.actions import Action, Kind, Portals, needed_by
 from lightning_hybrid.schedule.picture import WORDS, MemorySample
 from lightning_hybrid.schedule.simulator import Span, Timeline
 
@@ -69,7 +69,7 @@ def _complete(span: Span, process: int, begin: float) -> dict[str, Any]:
     args: dict[str, Any] = {"action": str(action)}
     if action.kind is not Kind.OPTIMIZER:
         args["stage"] = action.stage
-    if action.microbatch != NO_MICROBATCH:
+    if action.microbatch >= 0:
         args["microbatch"] = action.microbatch
         word = f"{word} {action.microbatch}"
     return {

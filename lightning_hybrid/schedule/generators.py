@@ -24,6 +24,7 @@ from lightning_hybrid.schedule.actions import (
 )
 from lightning_hybrid.schedule.search import StageCosts, search_schedule
 from lightning_hybrid.schedule.v_shape import dualpipe_v, zero_bubble_v
+from lightning_hybrid.schedule.widths import with_widths
 
 
 def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -212,6 +213,7 @@ def make_schedule(
     *,
     max_in_flight: int | None = None,
     costs: StageCosts | None = None,
+    widths: Sequence[int] = (),
 ) -> Schedule:
     """The training schedule with a name from `SCHEDULE_NAMES`.
 
@@ -222,12 +224,15 @@ def make_schedule(
         stages_per_rank: stages that each rank holds; schedules that always have two take 1 as 2.
         max_in_flight: as for `zero_bubble_searched`, which alone has such a limit.
         costs: as for `zero_bubble_searched`; the other schedules do not depend on costs.
+        widths: the number of ranks of each stage, `num_ranks` in all; one each if empty.
 
     Raises:
         ValueError: there is no schedule of this name, or a size is below 1, or no limit can be set.
     """
     if name not in _GENERATORS:
         raise ValueError(f"no schedule is named {name!r}; choose one of {', '.join(map(repr, SCHEDULE_NAMES))}")
+    if widths:
+        return with_widths(name, widths, num_microbatches)
     if name == "zero_bubble_searched":
         return zero_bubble_searched(
             num_ranks, num_microbatches, stages_per_rank, max_in_flight=max_in_flight, costs=costs

@@ -12,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_hybrid.schedule.actions import NO_MICROBATCH, Kind
+from lightning_hybrid.schedule.actions import Kind
 from lightning_hybrid.schedule.simulator import Span, Timeline
 from lightning_hybrid.text import sized, timed, unit_of
 
@@ -52,7 +52,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
             first = min(first, width - 1)
             cells = max(1, min(last, width) - first)
             label = span.action.kind.value
-            if span.action.microbatch != NO_MICROBATCH:
+            if span.action.microbatch >= 0:
                 label += str(span.action.microbatch)
             # A number that is cut off would be read as another number.
             label = label if len(label) <= cells else label[0]
@@ -124,7 +124,7 @@ def _box(span: Span, lanes: Lanes, x: float, width: float, opacity: float) -> li
         f'height="{lanes.height}" rx="{min(3.0, width / 4):.2f}" fill="{_FILL[action.kind]}" '
         f'fill-opacity="{opacity:.2f}" stroke="#ffffff" stroke-width="{edge:.2f}"/>'
     ]
-    label = action.kind.value if action.microbatch == NO_MICROBATCH else str(action.microbatch)
+    label = action.kind.value if action.microbatch < 0 else str(action.microbatch)
     if width >= len(label) * DIGIT + 4:
         parts.append(
             f'<text x="{x + width / 2:.2f}" y="{lanes.text_line(span.rank):g}" font-size="11" text-anchor="middle" '

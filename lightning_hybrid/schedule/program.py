@@ -128,7 +128,7 @@ def lower(
         # At one moment transfers come before computes, which may need them; then the order of the simulation holds.
         events.append((span.start, True, len(events), Compute(span.action)))
         for message in made_by(span.action, portals):
-            if schedule.rank_of(message.target) != span.rank:
+            if schedule.target_of(message) != span.rank:
                 events.append((span.end, False, len(events), Send(message)))
 
     idle = _computes_after_waiting(timeline.spans) if channel == "tags" else frozenset[Action]()
@@ -137,12 +137,12 @@ def lower(
     starts: list[list[Clock]] = [[] for _ in rows]  # the clock of each rank before each of its computes
     for _, _, _, event in sorted(events):
         if isinstance(event, Compute):
-            rank = schedule.rank_of(event.action.stage)
+            rank = schedule.rank_of(event.action.stage, event.action.microbatch)
             rows[rank].append(event)
             starts[rank].append(clocks.now(rank))
             clocks.compute(rank, needed_by(event.action, portals))
             continue
-        source, target = schedule.rank_of(event.message.source), schedule.rank_of(event.message.target)
+        source, target = schedule.source_of(event.message), schedule.target_of(event.message)
         rows[source].append(event)
         row = rows[target]
         waits = idle_within and not idle.isdisjoint(_users_of(event.message))
@@ -160,7 +160,7 @@ def lower(
 def peer_of(instruction: Send | Receive, schedule: Schedule) -> int:
     """The rank at the other end of a transfer."""
     message = instruction.message
-    return schedule.rank_of(message.target if isinstance(instruction, Send) else message.source)
+    return schedule.target_of(message) if isinstance(instruction, Send) else schedule.source_of(message)
 
 
 def _users_of(message: Message) -> tuple[Action, ...]:

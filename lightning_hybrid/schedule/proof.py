@@ -95,7 +95,7 @@ class _StrictExecution:
             needed = needed_by(instruction.action, self.program.portals)
             if any(message not in self._arrived for message in needed):
                 return False
-            self._buffers[rank] -= sum(self.schedule.rank_of(message.source) != rank for message in needed)
+            self._buffers[rank] -= sum(self.schedule.source_of(message) != rank for message in needed)
             self._clocks.compute(rank, needed)
             self._compute(rank, instruction.action)
             return True
@@ -115,12 +115,12 @@ class _StrictExecution:
     def _compute(self, rank: int, action: Action) -> None:
         for message in made_by(action, self.program.portals):
             self._made.add(message)
-            if self.schedule.rank_of(message.target) == rank:
+            if self.schedule.target_of(message) == rank:
                 self._arrived.add(message)
 
     def _check_transfer(self, rank: int, peer: int, instruction: Send | Receive) -> None:
         message = instruction.message
-        ends = self.schedule.rank_of(message.source), self.schedule.rank_of(message.target)
+        ends = self.schedule.source_of(message), self.schedule.target_of(message)
         here = ends[0] if isinstance(instruction, Send) else ends[1]
         reason = None
         if here != rank or peer == rank:
@@ -161,7 +161,7 @@ class _StrictExecution:
 
     def _meet(self, message: Message) -> None:
         """Let the rank that sends a message go on; its own computes must not be behind the receive."""
-        source, target = self.schedule.rank_of(message.source), self.schedule.rank_of(message.target)
+        source, target = self.schedule.source_of(message), self.schedule.target_of(message)
         index, posted = self._posted[message]
         num_needed = self._clocks.now(source)[target]
         if num_needed > posted[target]:
@@ -184,7 +184,7 @@ class _StrictExecution:
         for message in needed_by(instruction.action, self.program.portals):
             if message in self._arrived:
                 continue
-            source_rank = self.schedule.rank_of(message.source)
+            source_rank = self.schedule.source_of(message)
             posted = any(one.message == message for one, _ in self._issued.get((rank, source_rank), []))
             local = source_rank == rank
             words.append(f"{message}" + ("" if posted or local else " (no receive of it is posted before)"))

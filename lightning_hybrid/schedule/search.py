@@ -283,7 +283,7 @@ def _least_seconds(like: Schedule, costs: StageCosts) -> float:
     forward, backward = costs.of_stages(like.num_stages)
     least = 0.0
     for rank in range(like.num_ranks):
-        stages = [stage for stage in range(like.num_stages) if like.rank_of(stage) == rank]
+        stages = [stage for stage in range(like.num_stages) if rank in like.ranks_of_stages[stage]]
         work = like.num_microbatches * sum(forward[stage] + backward[stage] for stage in stages)
         least = max(least, sum(forward[: stages[0]]) + costs.transfer * stages[0] + work)
     return least

@@ -191,7 +191,8 @@ def prerequisites(schedule: Schedule, portals: Portals) -> dict[Action, list[Act
         elif action.kind is Kind.W:
             needs.append(Action(Kind.I, action.stage, action.microbatch))
         elif action.kind is Kind.REDUCE:
-            needs += sorted(a for a in present if a.stage == action.stage and a.kind in (Kind.B, Kind.W))
+            ended = {a for row in schedule.actions if action in row for a in row if a.stage == action.stage}
+            needs += sorted(a for a in ended if a.kind in (Kind.B, Kind.W))
         before[action] = needs
     return before
 

@@ -74,6 +74,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             the number of pipeline ranks, as under 1F1B.
         pipeline_cuts: Names of the module that each stage starts with, from the second stage on, as printed in the
             start table. None balances the stages by cost.
+        stage_widths: Ranks of each stage, such as [3, 1], where a slow stage should have more: they hold copies of it
+            and take its microbatches in turn. ``pipeline_parallel_size`` is their sum. None is one rank for each stage.
         batch_splitter: ``function(batch, count) -> list of microbatches``, for batches that are not nested lists,
             tuples or dicts of tensors.
         zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too, 0
@@ -149,6 +151,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         microbatch: Literal["auto"] | None = None,
         context_parallel_size: int | Literal["auto"] = "auto",
         spatial_parallel_size: int = 1,
+        stage_widths: Sequence[int] | None = None,
         expert_parallel_size: int | Literal["auto"] = "auto",
         expert_chunks: int = 1,
         max_microbatches_in_flight: int | None = None,

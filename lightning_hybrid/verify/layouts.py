@@ -57,7 +57,12 @@ class Layout:
 
     @property
     def _same_batch(self) -> int:
-        return math.prod(int(self.strategy.get(size, 1)) for size in _SAME_BATCH)
+        sizes = {size: int(self.strategy.get(size, 1)) for size in _SAME_BATCH}
+        return math.prod({**sizes, "pipeline_parallel_size": self._num_pipeline_ranks}.values())
+
+    @property
+    def _num_pipeline_ranks(self) -> int:
+        return sum(self.strategy.get("stage_widths") or [int(self.strategy.get("pipeline_parallel_size", 1))])
 
     @property
     def replicas(self) -> int:
@@ -72,7 +77,7 @@ class Layout:
     def num_stages(self) -> int:
         """Number of pipeline stages over all ranks."""
         each = stages_of_each_rank(self.strategy.get("schedule", "1f1b"), int(self.strategy.get("stages_per_rank", 1)))
-        return int(self.strategy.get("pipeline_parallel_size", 1)) * each
+        return len(self.strategy.get("stage_widths") or range(self._num_pipeline_ranks * each))
 
     def options(self, num_microbatches: int | None) -> dict[str, Any]:
         """Options of the strategy, with a number of microbatches where the layout names none."""

@@ -27,7 +27,7 @@ from lightning_hybrid.pipeline.runtime.program import location_of
 from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.transport import ReceivedValues, Transport, value_of_broken_step
-from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.plan import ELSEWHERE, StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.training import Backwards, Mark
 from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
 from lightning_hybrid.step.replay.stage import ReplayWatch, StageRun, instrumented
@@ -125,6 +125,7 @@ class Executor:
                 instruction = None
                 if run.is_idle or run.is_postponed:
                     run.use_idle_time()
+                run.run_elsewhere(len(job.steps))
                 self.transport.finish()
             except Exception as error:
                 step = job.variants[0].assignment.graph.step
@@ -154,19 +155,21 @@ class _Run:
         self._received: dict[tuple[int, int], ReceivedValues] = {}
         self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._gradients: dict[Message, list[Tensor]] = {}
-        self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
-        self._forwards_left = len(job.steps) * len(self._backwards_left)
+        kinds = [(action.stage, action.kind) for action in job.program.schedule.actions[self._rank]]
+        self._forwards_left = sum(kind is Kind.F for _, kind in kinds)
+        self._backwards_left = {stage: kinds.count((stage, Kind.F)) for stage in executor.plan.stages}
         self._states = StageModuleStates(executor.root, self._backwards_left, self._forwards_left, job.repeated_buffers)
         self._has_backward = job.program.schedule.has_backward
         # The rank of the last stage goes straight on to its last backward, and waits for the others only after that.
         schedule = job.program.schedule
-        is_last = executor.rank == schedule.rank_of(schedule.num_stages - 1)
+        is_last = executor.rank in schedule.ranks_of_stages[-1]
         self._idle_after = (Kind.B, Kind.I) if is_last and self._has_backward else (Kind.F,)
         self.broken: Exception | None = None
         self._broken: set[tuple[int, int]] = set()  # stages and microbatches without a forward
         self._has_begun_exchange = self.is_postponed = False
         self.is_idle = False  # its forwards are done, and the exchange of their results has not begun
         self.results: dict[int, StageRun] = {}
+        self._num_run = 0  # microbatches on which the user's code has run, where a stage has several ranks
 
     def values_of(self, message: Message) -> list[Value]:
         """The values that a message carries."""
@@ -187,6 +190,7 @@ class _Run:
     def forward(self, action: Action) -> None:
         """Wait for the messages that a forward needs, and run it."""
         stage, microbatch, job = action.stage, action.microbatch, self._job
+        self.run_elsewhere(microbatch)
         start, replay = job.backwards.recorder.mark(), job.variants[microbatch].replays[stage]
         inputs = self._received[stage, microbatch] = ReceivedValues(
             {message: self.values_of(message) for message in job.program.needs[action]},
@@ -211,10 +215,29 @@ class _Run:
             earlier = self.results.get(microbatch)
             self.results[microbatch] = run.kept(replay.wanted_after, earlier)
         self._states.leave(stage)
+        self._num_run = microbatch + 1
         self._forwards_left -= 1
         inputs.leaves()  # also receives the values that the step has not read
         self._executor.active.settle()
         self._done(action, start, inputs.waited)
+
+    def run_elsewhere(self, end: int) -> None:
+        """Run the user's code, without operations, on the microbatches before ``end`` that other ranks compute."""
+        if not self._executor.plan.widths:
+            return
+        for microbatch in range(self._num_run, end):
+            replay, job = self._job.variants[microbatch].replays[ELSEWHERE], self._job
+            registered = self._parameter_gradients.registered.run()
+            try:
+                with registered, job.around(microbatch):
+                    run = replay.run(job.steps[microbatch], {}, self._names, self._current)
+            except (StepError, ControlFlowError) as error:
+                if not job.may_break:
+                    raise
+                self.broken = self.broken or error
+            else:
+                self.results[microbatch] = run.kept(replay.wanted_after, None)
+        self._num_run = max(self._num_run, end)
 
     def _break(self, stage: int, microbatch: int, error: Exception) -> None:
         """Continue without this forward: other stages get placeholders, and the step is rolled back at its end."""
@@ -264,6 +287,7 @@ class _Run:
 
     def use_idle_time(self) -> None:
         """Begin the exchange of results, which tells whether the step broke: a hook in a backward may break it yet."""
+        self.run_elsewhere(len(self._job.steps))
         self.is_idle = False
         self.is_postponed = any(self._backwards_left.values()) and self._parameter_gradients.has_hooks
         if self._has_backward and self.is_postponed:

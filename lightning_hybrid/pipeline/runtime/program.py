@@ -45,9 +45,10 @@ class Programs:
             program = lower(schedule, portals, post_ahead=ahead, channel=self._transport.channel, idle_within=within)
             check_program(program)
             self._transport.connect(
-                (schedule.rank_of(source), schedule.rank_of(target))
-                for source, target in forward | backward
-                if schedule.rank_of(source) != schedule.rank_of(target)
+                (schedule.source_of(each.message), schedule.target_of(each.message))
+                for row in program.instructions
+                for each in row
+                if isinstance(each, Send)
             )
             self._programs[key] = program
         return self._programs[key]

@@ -25,8 +25,7 @@ from lightning_hybrid.schedule import (
     forward_only,
     make_schedule,
     placement_of,
-    rank_of_stage,
-    stages_of_rank,
+    with_widths,
 )
 from lightning_hybrid.step.module_state.attributes import compute_weights
 from lightning_hybrid.step.objects.modules import modules_in, parameters_of
@@ -38,6 +37,7 @@ from lightning_hybrid.step.tracing.recording import Recording
 if TYPE_CHECKING:
     from lightning_hybrid.step.recording.record import Recipe
 
+ELSEWHERE = -1  # a stage without operations
 Key: TypeAlias = tuple[int, int, int]  # the stages that send and receive, and the value
 _BITS = {
     torch.float64: (torch.int64, 0x7FF8_5EED_0BAD_5EED),
@@ -52,7 +52,8 @@ class TraceVariant:
     """One recording of a step with its assignment to stages; microbatches of different shapes have different ones."""
 
     assignment: Assignment  # the stages that compute and need each value
-    replays: Mapping[int, StageReplay]  # by stage, for the stages of this rank
+    # by stage, for the stages of this rank; ``ELSEWHERE`` for the microbatches that other ranks of a stage run
+    replays: Mapping[int, StageReplay]
 
     @cached_property
     def digest(self) -> int:
@@ -183,7 +184,7 @@ class StagePlan:
         unit_choice: The choice of units of the next recording.
         units: The modules that are one node each in the latest recording, by FQN.
         tracked_buffers: FQNs of the buffers that have owners as parameters do.
-        placement: Which rank holds which stage.
+        widths: The number of ranks of each stage; empty where each has one, or each rank has equally many.
         stage_costs: Costs of a forward of each stage, as the first rank estimated them; empty before the partition.
         on_all_stages: FQNs of parameters that a step with guards has not read so far, and may read on any stage.
     """
@@ -198,6 +199,7 @@ class StagePlan:
         stages_per_rank: int = 1,
         max_microbatches_in_flight: int | None = None,
         cuts: Sequence[str] | None = None,
+        widths: Sequence[int] = (),
         closes_mixtures: bool = False,
         agree: Callable[[Any], Any] = lambda decision: decision,
         first_failure: Callable[[Exception | None], tuple[int, str] | None] = lambda error: None,
@@ -212,14 +214,15 @@ class StagePlan:
             stages_per_rank: Number of stages of each rank.
             max_microbatches_in_flight: Limit for a schedule that is searched.
             cuts: FQNs of the first unit of each stage but the first; balanced if None.
+            widths: Number of ranks of each stage, which take its microbatches in turn; one each if empty.
             closes_mixtures: Whether ranks share experts, lists of which are then on one stage.
             agree: Returns the first rank's argument on every rank; replicas must have the same partition.
             first_failure: Returns the first rank that has an error, and that error, on every rank; None without any.
         """
         self.num_ranks, self.rank, self.stages_per_rank = group.size(), group.rank(), stages_per_rank
-        self.num_stages = self.num_ranks * stages_per_rank
+        self.num_stages, self.widths = len(widths) or self.num_ranks * stages_per_rank, tuple(widths)
         self._schedule, self._max_in_flight = schedule, max_microbatches_in_flight
-        self.placement = placement_of(schedule, stages_per_rank)
+        self._placement = placement_of(schedule, stages_per_rank)
         self.stage_costs: list[float] = []
         self.owner_stages: dict[str, int] = {}
         self.first: TraceVariant | None = None
@@ -229,10 +232,15 @@ class StagePlan:
         self.units: Mapping[str, nn.Module] = {}
         self.tracked_buffers, self.on_all_stages = set[str](), set[str]()
 
-    @property
+    @cached_property
+    def ranks_of_stages(self) -> Sequence[Sequence[int]]:
+        """The pipeline ranks that hold each stage; the first one counts it."""
+        return self.evaluation_schedule(1).ranks_of_stages
+
+    @cached_property
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank."""
-        return stages_of_rank(self.rank, self.num_ranks, self.stages_per_rank, self.placement)
+        return tuple(stage for stage, ranks in enumerate(self.ranks_of_stages) if self.rank in ranks)
 
     def recipe(self, name: str, step: Callable[[], Any], **how: Any) -> Recipe:
         """How to record a step of the module, bound to its arguments, with the units known so far."""
@@ -240,9 +248,10 @@ class StagePlan:
 
         return Recipe(self.root, step, self.units, name, self.randomness, tracked=self.tracked_buffers, **how)
 
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
-        return rank_of_stage(stage, self.num_ranks, self.placement)
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The pipeline rank that runs a microbatch of a stage."""
+        ranks = self.ranks_of_stages[stage]
+        return ranks[microbatch % len(ranks)]
 
     def training_schedule(self, num_microbatches: int) -> Schedule:
         """The schedule of a training step."""
@@ -254,15 +263,18 @@ class StagePlan:
             self.stages_per_rank,
             max_in_flight=self._max_in_flight,
             costs=costs if self.stage_costs else None,
+            widths=self.widths,
         )
 
     def evaluation_schedule(self, num_microbatches: int) -> Schedule:
         """The schedule of a step without backward."""
-        return forward_only(self.num_ranks, num_microbatches, self.stages_per_rank, self.placement)
+        if self.widths:
+            return with_widths("forward_only", self.widths, num_microbatches)
+        return forward_only(self.num_ranks, num_microbatches, self.stages_per_rank, self._placement)
 
     def ranks_of(self, fqn: str) -> tuple[int, ...]:
         """Pipeline ranks that own a parameter or tracked buffer; the first one counts it."""
-        return tuple(dict.fromkeys(map(self.rank_of, self.stages_of(fqn))))
+        return tuple(dict.fromkeys(rank for stage in self.stages_of(fqn) for rank in self.ranks_of_stages[stage]))
 
     def stages_of(self, fqn: str) -> tuple[int, ...]:
         """Stages that own a parameter or tracked buffer."""

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
+from lightning_hybrid.pipeline.stages.plan import ELSEWHERE, StagePlan, TraceVariant
 from lightning_hybrid.step.recording.branches import BranchCheck
 from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.replay.stage import StageReplay
@@ -22,7 +22,8 @@ _MAX_RECORDINGS = 4
 def record_variant(plan: StagePlan, recipe: Recipe) -> TraceVariant:
     """Record a step, and assign it to stages; the first one decides the partition."""
     recording, assignment = _record_and_assign(plan, recipe)
-    replays = {s: StageReplay(recording, assignment, plan.root, plan.randomness, s) for s in plan.stages}
+    stages = (*plan.stages, ELSEWHERE) if plan.widths else plan.stages
+    replays = {s: StageReplay(recording, assignment, plan.root, plan.randomness, s) for s in stages}
     variant = TraceVariant(assignment, replays)
     plan.adopt(variant, recording.units)
     return variant
@@ -55,16 +56,17 @@ def _record_and_assign(plan: StagePlan, recipe: Recipe) -> tuple[Recording, Assi
 def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
     """The recording that balances best, and as for ``adopt_partition``; last whether it has guards."""
     recording = _record(plan, recipe)
-    best: tuple[list[float], Recording, dict[str, int], set[str]] | None = None
+    best: tuple[list[float], list[float], Recording, dict[str, int], set[str]] | None = None
     for _ in range(_MAX_RECORDINGS):
         try:
-            owner_stages = partition.owner_stages(recording.graph, plan.num_stages, plan.cuts, plan.num_ranks)
+            owner_stages = partition.owner_stages(recording.graph, plan.num_stages, plan.cuts, plan.num_ranks, plan.widths)
             costs = partition.assign(recording.graph, owner_stages, plan.num_stages).costs()
-            if best is None or plan.cuts is not None or max(costs) < 0.97 * max(best[0]):
-                best = costs, recording, owner_stages, set(plan.tracked_buffers)
-            unbalanced = max(costs) > _UNBALANCED * sum(costs) / plan.num_stages
+            loads = [cost / width for cost, width in zip(costs, plan.widths or [1] * len(costs), strict=True)]
+            if best is None or plan.cuts is not None or max(loads) < 0.97 * max(best[0]):
+                best = loads, costs, recording, owner_stages, set(plan.tracked_buffers)
+            unbalanced = max(loads) > _UNBALANCED * sum(costs) / max(plan.num_stages, plan.num_ranks)
             # A pipeline cut inside a unit opens it, whatever the balance.
-            wanted = sum(costs) / plan.num_stages / 4 if unbalanced or plan.cuts is not None else None
+            wanted = sum(costs) / max(plan.num_stages, plan.num_ranks) / 4 if unbalanced or plan.cuts is not None else None
         except PartitionError:
             if best is None and not plan.unit_choice.to_open(recording, 0.0, plan.cuts):
                 raise
@@ -84,7 +86,7 @@ def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
     if best is None:
         partition.owner_stages(recording.graph, plan.num_stages, plan.cuts, plan.num_ranks)  # raises the reason
     assert best is not None
-    costs, recording, owner_stages, tracked = best
+    _, costs, recording, owner_stages, tracked = best
     opened = {name for name in plan.unit_choice.opened if name not in recording.units}
     return recording, opened, plan.unit_choice.closed, tracked, owner_stages, costs, bool(recording.unguarded_state)
 

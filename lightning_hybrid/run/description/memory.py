@@ -116,10 +116,10 @@ def memory_of_ranks(stages: Sequence[RankMemory], run: Run) -> list[RankMemory]:
     """Return the memory of each pipeline rank of a run, from the memory of its stages."""
     if not run.is_pipelined or run.plan is None:
         return list(stages[:1])
-    ranks = list(stages[: run.plan.num_ranks])  # in every placement rank r has stage r, and further ones
-    for number, stage in enumerate(stages[run.plan.num_ranks :], start=run.plan.num_ranks):
-        ranks[run.plan.rank_of(number)] += stage
-    return ranks
+    ranks: dict[int, RankMemory] = {}
+    for stage, holders in zip(stages, run.plan.ranks_of_stages, strict=True):
+        ranks |= {rank: ranks[rank] + stage if rank in ranks else stage for rank in holders}
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 class _Stages:

@@ -120,7 +120,7 @@ class CutSearch:
             if all(name in points for name in names):
                 self._known[tuple(points[name] for name in names)] = float("inf")
         sums = [sum(map(sum, self._nodes[begin:end])) for begin, end in self.elements()]
-        best = self.fastest(tuple(balance(sums, self._num_stages)[1:]))
+        best = self.fastest(tuple(balance(sums, self._num_stages, self._schedule.widths)[1:]))
         return None if math.isinf(self.seconds(best)) else best
 
     def elements(self) -> Iterator[tuple[int, int]]:

@@ -81,13 +81,17 @@ def measured_schedule(timeline: Timeline, num_stages: int) -> Schedule | None:
     if len({action for row in actions for action in row}) < len(timeline.spans):
         return None
     first_has_last = any(action.stage == num_stages - 1 for action in actions[0])
+    stages = [{action.stage for action in row} for row in actions]
     return Schedule(
         name="measured",
         num_ranks=timeline.num_ranks,
-        stages_per_rank=num_stages // timeline.num_ranks,
+        stages_per_rank=max(1, num_stages // timeline.num_ranks),
         num_microbatches=1 + max((span.action.microbatch for span in timeline.spans), default=0),
         actions=actions,
         placement="v" if first_has_last and timeline.num_ranks > 1 else "round_robin",
+        widths=tuple(sum(stage in held for held in stages) for stage in range(num_stages))
+        if num_stages < timeline.num_ranks
+        else (),
     )
 
 
@@ -176,7 +180,7 @@ def _gaps(
             gaps[action] = max(0.0, starts[action] - begin)
             is_message[action] = receives or sends or action.kind is Kind.REDUCE
             free = ends[action]
-            sends = any(schedule.rank_of(message.target) != rank for message in made_by(action, portals))
+            sends = any(schedule.target_of(message) != rank for message in made_by(action, portals))
     return gaps, is_message
 
 

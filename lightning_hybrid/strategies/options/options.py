@@ -72,6 +72,7 @@ class Options:
     microbatch: Literal["auto"] | None = None
     expert_chunks: int = 1
     spatial_parallel_size: int = 1
+    stage_widths: Sequence[int] | None = None
     optimizer_in_backward: bool = False
     chunked_loss: bool | int = False
     save_distributed_checkpoint: bool = False
@@ -143,6 +144,7 @@ class Options:
             )
         # Refuses what the schedule cannot be with any number of ranks.
         make_schedule(self.schedule, 1, 1, self.stages_per_rank, max_in_flight=limit)
+        self._check_widths()
         cuts = self.pipeline_cuts
         if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
             raise TypeError(
@@ -191,6 +193,29 @@ class Options:
                 " shard sequences alone"
             )
 
+    def _check_widths(self) -> None:
+        widths, size = self.stage_widths, self.sizes["pipeline_parallel_size"]
+        if widths is None:
+            return
+        if isinstance(widths, str) or not widths or not all(map(_is_count, widths)):
+            raise LayoutError(
+                f"stage_widths={widths!r}; use a list with the number of ranks of each stage, such as [3, 1]",
+                entry="stage-widths",
+            )
+        if size not in ("auto", sum(widths)):
+            raise LayoutError(
+                f"stage_widths={list(widths)} needs {sum(widths)} pipeline ranks, and pipeline_parallel_size={size};"
+                f" leave pipeline_parallel_size out, or change the widths so that they sum to {size}",
+                entry="stage-widths",
+            )
+        if self.stages_per_rank > 1:
+            raise LayoutError(
+                f"stage_widths={list(widths)} gives stages several ranks, and stages_per_rank={self.stages_per_rank}"
+                " gives ranks several stages; leave one of the two out",
+                entry="stage-widths",
+            )
+        make_schedule(self.schedule, sum(widths), 1, widths=widths)
+
     def _check_spatial(self) -> None:
         given = {**self.sizes, "compile": self.compile}
         for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "compile"):
@@ -234,7 +259,8 @@ class Options:
     def sets_layout(self) -> bool:
         """Whether the user has set a size, or shards or offloads states."""
         sizes = any(size != "auto" for size in self.sizes.values())
-        return sizes or self.spatial_parallel_size > 1 or bool(self.zero_stage) or self.offload is not None
+        others = self.spatial_parallel_size > 1 or self.stage_widths is not None or self.offload is not None
+        return sizes or others or bool(self.zero_stage)
 
     def with_planned(self, planned: Mapping[str, Any]) -> Options:
         """Return the options with the planned ones, by the names of the strategy's arguments."""
@@ -322,6 +348,8 @@ class Options:
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
         """The sizes of the layout; those left to the planner are 1 unless it has set them."""
         sizes = {n: 1 if size == "auto" and n != "data_parallel_size" else size for n, size in self.sizes.items()}
+        if self.stage_widths is not None:
+            sizes["pipeline_parallel_size"] = sum(self.stage_widths)
         if self.spatial_parallel_size > 1:  # its ranks read the same samples, as context ranks do
             sizes["context_parallel_size"] = self.spatial_parallel_size
         shard: int | Literal["all"] = 1
