@@ -30,3 +30,9 @@ def same(worlds, make_module, layout, **options):
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2), (2, 2), (3,)], ids=str)
 def test_layers(worlds, widths):
     same(worlds, Layers, layout(*widths, num_microbatches=4))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "Layers"])
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2)], ids=str)
+def test_cases(worlds, name, widths):
+    same(worlds, CASES[name], layout(*widths, num_microbatches=4))
