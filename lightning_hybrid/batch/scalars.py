@@ -6,9 +6,10 @@ on scalars alone are recomputed on the scalars of the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.host_copies import read_numbers
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
+from lightning_hybrid.step.objects.tensors import on_host
 from lightning_hybrid.step.standins.marks import Marks, mark_in_any_run
 from lightning_hybrid.step.standins.tensors import ShardedTensorBase, is_absent
 from lightning_hybrid.step.tracing.recording import Template
@@ -50,6 +52,16 @@ class _Call(NamedTuple):
 
 class _Index(int):
     """The index of a value, among arguments."""
+
+
+SentScalars: TypeAlias = tuple[dict[int, Tensor], dict[int, list[Any]]]  # values, and leaves of arguments, by value
+
+
+def _picklable(leaf: Any) -> Any:
+    """A leaf of arguments, or what is the same as no other."""
+    if isinstance(leaf, Tensor):
+        return on_host(leaf) if not leaf.dim() else math.nan
+    return leaf if isinstance(leaf, bool | int | float | str | torch.dtype | None) else math.nan
 
 
 @dataclass
@@ -95,6 +107,18 @@ class ScalarResults:
                 self.values[described.value] = leaf.detach()
                 if described.input is None:
                     self.calls[described.value] = _Call(node, run, arguments, spec, position, origin(leaf))
+
+    def sent(self) -> SentScalars:
+        """What another rank needs that runs the same operations on other microbatches; picklable, on the host."""
+        leaves = {value: [_picklable(leaf) for leaf in call.leaves] for value, call in self.calls.items()}
+        return {value: on_host(scalar) for value, scalar in self.values.items()}, leaves
+
+    def received(self, sent: SentScalars) -> ScalarResults:
+        """The scalars of a microbatch that another rank has sent; this one's operations made them too."""
+        values, leaves = sent
+        values = {i: v.to(self.values[i].device) if i in self.values else v for i, v in values.items()}
+        calls = self.calls.items()
+        return ScalarResults(values, {i: call._replace(leaves=leaves[i]) for i, call in calls if i in leaves})
 
     def joined(self, earlier: ScalarResults) -> ScalarResults:
         """Merge with the scalars that another stage of this rank computed."""

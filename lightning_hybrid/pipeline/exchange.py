@@ -22,12 +22,14 @@ from lightning_hybrid.collectives.agreement import Digest, NumberExchange
 from lightning_hybrid.collectives.tensors import broadcast_tensor
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.host_copies import is_plain, read_numbers
+from lightning_hybrid.pipeline.copies import ResultsOfCopy, exchange, with_scalars, with_values
 from lightning_hybrid.pipeline.full_batch import SideEffectRun
 from lightning_hybrid.pipeline.kept import AppendedEntries
 from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, describe_unexplained, keyed, size_of
 from lightning_hybrid.pipeline.means import MeanWeights
 from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
+from lightning_hybrid.pipeline.runtime.running_averages import RunningAverages
 from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
 from lightning_hybrid.pipeline.stored import StoredValues
@@ -89,11 +91,20 @@ class StepResultExchange:
             if call.trains and graph.loss is not None and (index, graph.loss) not in self._scalars:
                 self._scalars.append((index, graph.loss))
 
-    def begin(self, runs: Mapping[int, StageRun], is_broken: bool = False) -> None:
-        """Start to send this rank's numbers, once."""
+    def begin(
+        self, runs: Mapping[int, StageRun], is_broken: bool = False, averages: RunningAverages | None = None
+    ) -> None:
+        """Start to send this rank's numbers, once; ``averages`` are those of a stage that several ranks hold."""
         if self._exchange is not None:
             return
         self.news = self._stored.news()  # now, as metrics are called below
+        calls, received = self._metrics.calls, ResultsOfCopy()
+        if averages is not None:
+            scalars = {index: run.scalars.sent() for index, run in runs.items() if run.scalars.values}
+            broke = is_broken or bool(self.news)
+            received = exchange(self._plan, ResultsOfCopy(scalars, calls, averages.updates, broke))
+            is_broken, calls = received.is_broken, received.metric_calls
+            averages.apply(received.averages)
         if is_broken or self.news:
             self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
             return
@@ -102,7 +113,11 @@ class StepResultExchange:
         waiting = {key: reads.add(each.detach()) for key, each in made.items() if is_plain(each)}
         self._entries = self._logs.entries()
         read = {key: reads.take(number) for key, number in waiting.items()}
-        scalars = [runs[index].scalars for index in range(len(runs))]
+        is_first = averages is None or self._plan.rank == self._plan.rank_of(self._plan.stages[0])
+        scalars = with_scalars([runs[index] for index in range(len(runs))], received.scalars if is_first else {})
+        if averages is not None and is_first:
+            for entry in self._entries:
+                entry.values[:] = with_values(entry, scalars)
         graphs = [variant.assignment.graph for variant in self._variants]
         # What depends on weighted means has other values than those measured: the graph tells how it is made.
         weighted = graphs[0].dependents(frozenset[int]().union(*self._shares)) if any(self._shares) else ()
@@ -116,7 +131,8 @@ class StepResultExchange:
                 value is not None and not is_extreme(value, graphs[0]) and batch.is_mean(value)
             ):  # over equal counts, say
                 self._nearest.pop(key, None)
-        self._metrics.finish_all(batch)
+        if is_first:
+            self._metrics.finish_all(batch, None if averages is None else calls)
         self._combined_keys |= batch.guessed
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers: list[float | Tensor] = [

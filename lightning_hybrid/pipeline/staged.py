@@ -227,7 +227,10 @@ class StepRunner(MicrobatchRunner):
             shares=shares,
             metrics=metrics if joins_calls else None,
             # Where the channel has one order, a collective must not stand between transfers.
-            after_forwards=exchange.begin if self._transport.channel == "tags" else _wait_for_end,
+            # Nor may the ranks of one stage wait for each other while others wait for them.
+            after_forwards=exchange.begin
+            if self._transport.channel == "tags" and not self.plan.widths
+            else _wait_for_end,
             may_break=snapshot is not None,
         )
         appended = AppendedEntries(self._root) if len(given) > 1 else None
@@ -235,7 +238,9 @@ class StepRunner(MicrobatchRunner):
         grad = torch.set_grad_enabled(call.trains or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
-            exchange.begin(outcome.runs, outcome.broken is not None)  # here too: it calls metrics as the step would
+            averages = outcome.averages if self.plan.widths else None
+            # Here too: it calls metrics as the step would.
+            exchange.begin(outcome.runs, outcome.broken is not None, averages)
         self._synchronize(call, exchange, outcome, snapshot, given.variants)
         for variant in dict.fromkeys(given.variants):
             self._metrics.record_feeding_ranks(variant.assignment.sinks, self.plan.rank_of)

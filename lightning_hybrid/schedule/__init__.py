@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCHEDULE_NAMES",
+    "WIDTH_SCHEDULES",
     "Action",
     "Channel",
     "Compute",
@@ -71,7 +72,6 @@ __all__ = [
     "TimeByCause",
     "Timeline",
     "UnitSeconds",
-    "WIDTH_SCHEDULES",
     "chain",
     "check_program",
     "forward_only",

@@ -25,6 +25,7 @@ from lightning_hybrid.params.guards import ReadGuards
 from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.program import location_of
 from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates
+from lightning_hybrid.pipeline.runtime.running_averages import RunningAverages
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.transport import ReceivedValues, Transport, value_of_broken_step
 from lightning_hybrid.pipeline.stages.plan import ELSEWHERE, StagePlan, TraceVariant
@@ -71,6 +72,7 @@ class Outcome:
     runs: dict[int, StageRun]
     broken: Exception | None  # the error by which the step diverged from its recording; the rest is meaningless then
     registered: StepHooks  # the hooks that the step has registered on parameters
+    averages: RunningAverages  # of a stage that several ranks hold
 
 
 class Executor:
@@ -133,7 +135,7 @@ class Executor:
                 raise
         for variant in job.variants if job.backwards.are_run else ():
             variant.missing_grads.settle()
-        return Outcome(run.results, run.broken, gradients.registered)
+        return Outcome(run.results, run.broken, gradients.registered, run.averages)
 
 
 class _Run:
@@ -169,6 +171,8 @@ class _Run:
         self._has_begun_exchange = self.is_postponed = False
         self.is_idle = False  # its forwards are done, and the exchange of their results has not begun
         self.results: dict[int, StageRun] = {}
+        shared = executor.plan.shared_buffers() if job.program.schedule.widths else {}
+        self.averages = RunningAverages(executor.root, shared)
         self._num_run = 0  # microbatches on which the user's code has run, where a stage has several ranks
 
     def values_of(self, message: Message) -> list[Value]:
@@ -203,7 +207,8 @@ class _Run:
         split = self._split_backward.forward() if (stage, microbatch) in job.program.split else nullcontext()
         registered = self._parameter_gradients.registered.run()
         try:
-            with self._executor.active.around_step(), split, registered, job.around(microbatch):
+            averages = self.averages.microbatch(microbatch)
+            with self._executor.active.around_step(), split, registered, averages, job.around(microbatch):
                 run = replay.run(job.steps[microbatch], inputs, self._names, self._current, shares, job.metrics)
         except Exception as error:
             has_diverged = isinstance(error, StepError | ControlFlowError) or inputs.include_broken()

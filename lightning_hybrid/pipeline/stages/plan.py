@@ -358,6 +358,7 @@ class StagePlan:
         """Assign a recording to stages, by the owners of its parameters."""
         self._add_owners(recording)
         assignment = partition.assign(recording.graph, self.owner_stages, self.num_stages)
+        self._check_writes(assignment)
         if self.first is None:
             return assignment
         shared = [n for node in recording.graph.nodes for n in node.written if n in self.on_all_stages]
@@ -371,6 +372,17 @@ class StagePlan:
         check_parameter_owners(assignment, self.owner_stages, self.rank_of, self.ranks_of)
         return assignment
 
+    def _check_writes(self, assignment: Assignment) -> None:
+        """Refuse a step that writes a parameter or buffer on a stage that several ranks hold."""
+        for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
+            if node.written and len(self.ranks_of_stages[stage]) > 1:
+                raise StepError(
+                    f"{node.line}: {assignment.graph.step} writes {node.written[0]!r} on stage {stage}, which"
+                    f" stage_widths gives {len(self.ranks_of_stages[stage])} ranks, each of which runs some of the"
+                    f" microbatches: none has what all of them write. Give its stage one rank, or {WITHOUT_STAGES}",
+                    entry="wide-buffers",
+                )
+
     def unit_buffers(self) -> list[tuple[Tensor, int]]:
         """The buffers inside units, of any shape, and the stage on which the first step runs these."""
         if self.first is None:
@@ -378,6 +390,14 @@ class StagePlan:
         units, stages = self.first.recording.units, self.first.unit_stages.items()
         pairs = [(buffer, stage) for fqn, stage in stages for buffer in units[fqn].buffers()]
         return list({id(buffer): (buffer, stage) for buffer, stage in reversed(pairs)}.values())[::-1]
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's stage inside units, of any shape, by FQN, if other ranks hold the stage too."""
+        (stage,) = self.stages
+        if len(self.ranks_of_stages[stage]) == 1:
+            return {}
+        here = {id(buffer) for buffer, owner in self.unit_buffers() if owner == stage}
+        return {name: buffer for name, buffer in self.root.named_buffers() if id(buffer) in here}
 
 
 def check_parameter_owners(

@@ -59,14 +59,16 @@ def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
     best: tuple[list[float], list[float], Recording, dict[str, int], set[str]] | None = None
     for _ in range(_MAX_RECORDINGS):
         try:
-            owner_stages = partition.owner_stages(recording.graph, plan.num_stages, plan.cuts, plan.num_ranks, plan.widths)
+            sizes = plan.num_stages, plan.cuts, plan.num_ranks, plan.widths
+            owner_stages = partition.owner_stages(recording.graph, *sizes)
             costs = partition.assign(recording.graph, owner_stages, plan.num_stages).costs()
             loads = [cost / width for cost, width in zip(costs, plan.widths or [1] * len(costs), strict=True)]
             if best is None or plan.cuts is not None or max(loads) < 0.97 * max(best[0]):
                 best = loads, costs, recording, owner_stages, set(plan.tracked_buffers)
-            unbalanced = max(loads) > _UNBALANCED * sum(costs) / max(plan.num_stages, plan.num_ranks)
+            share = sum(costs) / max(plan.num_stages, plan.num_ranks)
+            unbalanced = max(loads) > _UNBALANCED * share
             # A pipeline cut inside a unit opens it, whatever the balance.
-            wanted = sum(costs) / max(plan.num_stages, plan.num_ranks) / 4 if unbalanced or plan.cuts is not None else None
+            wanted = share / 4 if unbalanced or plan.cuts is not None else None
         except PartitionError:
             if best is None and not plan.unit_choice.to_open(recording, 0.0, plan.cuts):
                 raise

@@ -1,0 +1,66 @@
+"""What the ranks of one stage tell each other at the end of a step, where each runs some of the microbatches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_hybrid.batch.metrics import MetricCalls
+from lightning_hybrid.batch.scalars import ScalarResults, SentScalars
+from lightning_hybrid.collectives.objects import gather_on_all
+from lightning_hybrid.pipeline.logs import Entry
+from lightning_hybrid.pipeline.runtime.running_averages import Updates
+from lightning_hybrid.pipeline.stages.plan import StagePlan
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensors import on_host
+from lightning_hybrid.step.replay.stage import StageRun
+
+
+@dataclass
+class ResultsOfCopy:
+    """What a rank has computed, by microbatch."""
+
+    scalars: Mapping[int, SentScalars] = field(default_factory=dict)
+    metric_calls: MetricCalls = field(default_factory=dict)
+    averages: Updates = field(default_factory=dict)
+    is_broken: bool = False
+
+
+def exchange(plan: StagePlan, local: ResultsOfCopy) -> ResultsOfCopy:
+    """Join the results of the ranks that hold this rank's stage; collective over the pipeline.
+
+    A step that broke on any rank of the pipeline is broken on all.
+    """
+    on_hosts = {name: map_leaves(on_host, getattr(local, name)) for name in ("metric_calls", "averages")}
+    sent = replace(local, **on_hosts)
+    rows = gather_on_all(sent, plan.group)
+    if any(row.is_broken for row in rows):
+        return ResultsOfCopy(is_broken=True)
+    joined = ResultsOfCopy()
+    for rank in plan.ranks_of_stages[plan.stages[0]]:
+        row = local if rank == plan.rank else rows[rank]
+        joined.scalars = {**joined.scalars, **row.scalars}
+        joined.metric_calls = {**joined.metric_calls, **row.metric_calls}
+        joined.averages = {**joined.averages, **row.averages}
+    return joined
+
+
+def with_scalars(runs: Sequence[StageRun], received: Mapping[int, SentScalars]) -> list[ScalarResults]:
+    """The scalars of all microbatches, those of other ranks among them."""
+    own = next((run.scalars for run in runs if run.scalars.values), ScalarResults())
+    return [
+        own.received(received[index]) if index in received and not run.scalars.values else run.scalars
+        for index, run in enumerate(runs)
+    ]
+
+
+def with_values(entry: Entry, scalars: Sequence[ScalarResults]) -> list[float]:
+    """The numbers that a step has logged in each microbatch, those of other ranks among them."""
+    value = entry.value
+    if value is None or not any(value in results.values for results in scalars):
+        return list(entry.values)
+    return [
+        float(results.values[value]) if math.isnan(number) and value in results.values else number
+        for number, results in zip(entry.values, scalars, strict=True)
+    ]
