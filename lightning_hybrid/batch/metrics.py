@@ -149,6 +149,11 @@ class FullBatchMetrics:
         """The calls of the present step on this rank, for the ranks that run other shares of the batch."""
         return {} if self._step is None else self._step.calls
 
+    def adopt_calls(self, calls: MetricCalls) -> None:
+        """Replace the calls of the present step."""
+        if self._step is not None:
+            self._step.calls = calls
+
     def numbers(self) -> list[dict[Argument, float]]:
         """The numbers among the arguments of the calls, by microbatch."""
         return [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import methodcaller
 
 from lightning_hybrid.batch.metrics import MetricCalls
 from lightning_hybrid.batch.scalars import ScalarResults, SentScalars
@@ -12,7 +14,7 @@ from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.runtime.running_averages import Updates
 from lightning_hybrid.pipeline.stages.plan import StagePlan
-from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves, map_tensors
 from lightning_hybrid.step.objects.tensors import on_host
 from lightning_hybrid.step.replay.stage import StageRun
 
@@ -28,22 +30,24 @@ class ResultsOfCopy:
 
 
 def exchange(plan: StagePlan, local: ResultsOfCopy) -> ResultsOfCopy:
-    """Join the results of the ranks that hold this rank's stage; collective over the pipeline.
+    """Join the results of the ranks of this rank's stage, the first of which gets them; collective over the pipeline.
 
-    A step that broke on any rank of the pipeline is broken on all.
+    The others get the averages alone: one rank calls metrics. A step that broke on any rank of the
+    pipeline is broken on all.
     """
     on_hosts = {name: map_leaves(on_host, getattr(local, name)) for name in ("metric_calls", "averages")}
     sent = replace(local, **on_hosts)
     rows = gather_on_all(sent, plan.group)
     if any(row.is_broken for row in rows):
         return ResultsOfCopy(is_broken=True)
-    joined = ResultsOfCopy()
-    for rank in plan.ranks_of_stages[plan.stages[0]]:
-        row = local if rank == plan.rank else rows[rank]
-        joined.scalars = {**joined.scalars, **row.scalars}
-        joined.metric_calls = {**joined.metric_calls, **row.metric_calls}
-        joined.averages = {**joined.averages, **row.averages}
-    return joined
+    ranks, device = plan.ranks_of_stages[plan.stages[0]], plan.randomness.device
+    of_stage = [local if rank == plan.rank else rows[rank] for rank in ranks]
+    averages = dict(ChainMap(*(dict(row.averages) for row in of_stage)))
+    if plan.rank != ranks[0]:
+        return ResultsOfCopy(averages=averages)
+    scalars = dict(ChainMap(*(dict(row.scalars) for row in of_stage)))
+    received = [map_tensors(methodcaller("to", device), row.metric_calls) for row in of_stage[1:]]
+    return ResultsOfCopy(scalars, dict(ChainMap(local.metric_calls, *received)), averages)
 
 
 def with_scalars(runs: Sequence[StageRun], received: Mapping[int, SentScalars]) -> list[ScalarResults]:

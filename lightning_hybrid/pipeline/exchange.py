@@ -98,13 +98,14 @@ class StepResultExchange:
         if self._exchange is not None:
             return
         self.news = self._stored.news()  # now, as metrics are called below
-        calls, received = self._metrics.calls, ResultsOfCopy()
+        received = ResultsOfCopy()
         if averages is not None:
-            scalars = {index: run.scalars.sent() for index, run in runs.items() if run.scalars.values}
+            sent = {index: run.scalars.sent() for index, run in runs.items() if run.scalars.values}
             broke = is_broken or bool(self.news)
-            received = exchange(self._plan, ResultsOfCopy(scalars, calls, averages.updates, broke))
-            is_broken, calls = received.is_broken, received.metric_calls
+            received = exchange(self._plan, ResultsOfCopy(sent, self._metrics.calls, averages.updates, broke))
+            is_broken = received.is_broken
             averages.apply(received.averages)
+            self._metrics.adopt_calls(received.metric_calls)
         if is_broken or self.news:
             self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
             return
@@ -113,9 +114,8 @@ class StepResultExchange:
         waiting = {key: reads.add(each.detach()) for key, each in made.items() if is_plain(each)}
         self._entries = self._logs.entries()
         read = {key: reads.take(number) for key, number in waiting.items()}
-        is_first = averages is None or self._plan.rank == self._plan.rank_of(self._plan.stages[0])
-        scalars = with_scalars([runs[index] for index in range(len(runs))], received.scalars if is_first else {})
-        if averages is not None and is_first:
+        scalars = with_scalars([runs[index] for index in range(len(runs))], received.scalars)
+        if averages is not None:
             for entry in self._entries:
                 entry.values[:] = with_values(entry, scalars)
         graphs = [variant.assignment.graph for variant in self._variants]
@@ -131,8 +131,7 @@ class StepResultExchange:
                 value is not None and not is_extreme(value, graphs[0]) and batch.is_mean(value)
             ):  # over equal counts, say
                 self._nearest.pop(key, None)
-        if is_first:
-            self._metrics.finish_all(batch, None if averages is None else calls)
+        self._metrics.finish_all(batch)
         self._combined_keys |= batch.guessed
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers: list[float | Tensor] = [

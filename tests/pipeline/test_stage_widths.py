@@ -3,6 +3,8 @@
 from functools import partial
 
 import pytest
+import torchmetrics
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from harness.verification import check
@@ -36,3 +38,39 @@ def test_layers(worlds, widths):
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2)], ids=str)
 def test_cases(worlds, name, widths):
     same(worlds, CASES[name], layout(*widths, num_microbatches=4))
+
+
+class Logged(Layers):
+    """Metrics of torchmetrics, and numbers that are no means over samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
+        self.scores = torchmetrics.MetricCollection([torchmetrics.F1Score("multiclass", num_classes=4)])
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        loss = F.cross_entropy(logits, batch["label"])
+        self.accuracy(logits, batch["label"])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("perplexity", loss.exp())
+        self.log("largest", logits.max())
+        self.log("rows", float(len(logits)))
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        self.log_dict(self.scores(logits, batch["label"]))
+        self.log("val_loss", F.cross_entropy(logits, batch["label"]))
+
+
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2), (1, 3)], ids=str)
+def test_logged_numbers_are_those_of_the_batch(worlds, widths):
+    same(worlds, Logged, layout(*widths, num_microbatches=4))
+
+
+@pytest.mark.parametrize("batch", [5, 6])
+def test_uneven_microbatches(worlds, batch):
+    same(worlds, Logged, layout(2, 1, num_microbatches=4), make_data=partial(data_of, "vectors", batch))
+    same(worlds, Logged, layout(1, 2, num_microbatches=3), make_data=partial(data_of, "vectors", batch))

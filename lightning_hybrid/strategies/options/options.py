@@ -197,7 +197,7 @@ class Options:
         widths, size = self.stage_widths, self.sizes["pipeline_parallel_size"]
         if widths is None:
             return
-        if isinstance(widths, str) or not widths or not all(map(_is_count, widths)):
+        if not isinstance(widths, list | tuple) or not widths or not all(map(_is_count, widths)):
             raise LayoutError(
                 f"stage_widths={widths!r}; use a list with the number of ranks of each stage, such as [3, 1]",
                 entry="stage-widths",
