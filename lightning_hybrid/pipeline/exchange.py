@@ -95,8 +95,13 @@ class StepResultExchange:
         self, runs: Mapping[int, StageRun], is_broken: bool = False, averages: RunningAverages | None = None
     ) -> None:
         """Start to send this rank's numbers, once; ``averages`` are those of a stage that several ranks hold."""
-        if self._exchange is not None:
-            return
+        if self._exchange is None:
+            with self._call.context():  # metrics see the precision of the step
+                self._exchange = self._begin(runs, is_broken, averages)
+
+    def _begin(
+        self, runs: Mapping[int, StageRun], is_broken: bool, averages: RunningAverages | None
+    ) -> NumberExchange:
         self.news = self._stored.news()  # now, as metrics are called below
         received = ResultsOfCopy()
         if averages is not None:
@@ -107,8 +112,7 @@ class StepResultExchange:
             averages.apply(received.averages)
             self._metrics.adopt_calls(received.metric_calls)
         if is_broken or self.news:
-            self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
-            return
+            return NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
         reads = self._logs.reads
         made = {(index, value): runs[index].made.get(value) for index, value in self._scalars}
         waiting = {key: reads.add(each.detach()) for key, each in made.items() if is_plain(each)}
@@ -155,7 +159,7 @@ class StepResultExchange:
             ]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self.digest = self._batch.number()
-        self._exchange = NumberExchange(
+        return NumberExchange(
             read_numbers(numbers),
             self._group,
             names=names,

@@ -233,7 +233,8 @@ class PlainRunner(MicrobatchRunner):
         results = self._exchange(results, share, changes, loop.calls)
         if runs_share and not self.runs_shares:  # the results are those of a share
             _undo(snapshot, gradients, "does something new, and would run on full batches")
-        self._metrics.finish(results.call_metrics)
+        with call.context():  # metrics see the precision of the step
+            self._metrics.finish(results.call_metrics)
         for name in self._weighting.watch(results.entries) if backwards.are_run else ():
             self._warn(describe_undecided(name))
         if appended is not None:
