@@ -11,11 +11,16 @@ from harness.verification import check
 from lightning_hybrid.verify import Layout
 from models.cases import CASES, Samples
 from models.hand_written import Layers
+from models.hugging_face import T5
+from models.resnet import ResNet
+from models.towers import TwoTowers, VisionLanguage
 
 
 def layout(*widths, tensor=1, **options):
-    options = {"stage_widths": list(widths), "tensor_parallel_size": tensor, **options}
-    return Layout(f"{' + '.join(map(str, widths))}, tp{tensor}", sum(widths) * tensor, options)
+    options = {"stage_widths": list(widths), "tensor_parallel_size": tensor, "num_microbatches": 4, **options}
+    replicas = options.pop("replicas", 1)
+    name = f"{' + '.join(map(str, widths))}, tp{tensor}, dp{replicas}"
+    return Layout(name, sum(widths) * tensor * replicas, options)
 
 
 def data_of(kind, batch=8):
@@ -23,21 +28,26 @@ def data_of(kind, batch=8):
     return {"train_dataloaders": train, "val_dataloaders": val}
 
 
-def same(worlds, make_module, layout, **options):
-    options = {"make_data": partial(data_of, make_module.kind), "num_microbatches": None, **options}
+def same(worlds, make_module, layout, batch=8, **options):
+    options = {"make_data": partial(data_of, make_module.kind, batch), "num_microbatches": None, **options}
     report = check(worlds, make_module, layout, **options)
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("widths", [(2, 1), (1, 2), (2, 2), (3,)], ids=str)
-def test_layers(worlds, widths):
-    same(worlds, Layers, layout(*widths, num_microbatches=4))
+WIDTHS = [layout(2, 1), layout(1, 2), layout(4, 2), layout(2, 1, tensor=2)]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "Layers"])
-@pytest.mark.parametrize("widths", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("make_module", [ResNet, TwoTowers, VisionLanguage, T5])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_models_whose_parts_differ(worlds, make_module, widths):
+    same(worlds, make_module, widths, batch=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("widths", WIDTHS[:2], ids=str)
 def test_cases(worlds, name, widths):
-    same(worlds, CASES[name], layout(*widths, num_microbatches=4))
+    same(worlds, CASES[name], widths)
 
 
 class Logged(Layers):
@@ -67,10 +77,10 @@ class Logged(Layers):
 
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2), (1, 3)], ids=str)
 def test_logged_numbers_are_those_of_the_batch(worlds, widths):
-    same(worlds, Logged, layout(*widths, num_microbatches=4))
+    same(worlds, Logged, layout(*widths))
 
 
 @pytest.mark.parametrize("batch", [5, 6])
 def test_uneven_microbatches(worlds, batch):
-    same(worlds, Logged, layout(2, 1, num_microbatches=4), make_data=partial(data_of, "vectors", batch))
-    same(worlds, Logged, layout(1, 2, num_microbatches=3), make_data=partial(data_of, "vectors", batch))
+    same(worlds, Logged, layout(2, 1), batch)
+    same(worlds, Logged, layout(1, 2, num_microbatches=3), batch)
