@@ -7,6 +7,7 @@ import torchmetrics
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
 from harness.verification import check
 from lightning_hybrid.verify import Layout
 from models.cases import CASES, Samples
@@ -84,3 +85,58 @@ def test_logged_numbers_are_those_of_the_batch(worlds, widths):
 def test_uneven_microbatches(worlds, batch):
     same(worlds, Logged, layout(2, 1), batch)
     same(worlds, Logged, layout(1, 2, num_microbatches=3), batch)
+
+
+LAYOUTS = {
+    "replicas": layout(2, 1, replicas=2),
+    "ZeRO-3": layout(2, 1, replicas=2, zero_stage=3),
+    "ZeRO-2, gathered once": layout(1, 2, replicas=2, zero_stage=2, reshard_after_forward=False),
+    "recompute": layout(2, 1, recompute="full"),
+    "offload": layout(1, 2, offload="cpu"),
+    "gpipe": layout(2, 1, schedule="gpipe"),
+    "eager": layout(3, 1, schedule="eager_1f1b", num_microbatches=8),
+    "fewer microbatches than ranks": layout(3, 1, num_microbatches=2),
+    "one microbatch": layout(2, 1, num_microbatches=1),
+    "cuts": layout(1, 2, 1, pipeline_cuts=["layers.1", "layers.2"]),
+    "chunked loss": layout(2, 1, chunked_loss=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(worlds, name):
+    same(worlds, Logged, LAYOUTS[name], resume=True)
+
+
+@pytest.mark.parametrize("name", ["replicas", "ZeRO-3", "recompute", "one microbatch", "fewer microbatches than ranks"])
+def test_batchnorm_in_layouts(worlds, name):
+    same(worlds, ResNet, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=str)
+def test_trainer_options(worlds, options):
+    same(worlds, Logged, LAYOUTS["replicas"], trainer=options)
+
+
+def weights_after(make_module, **options):
+    ignore_warnings()
+    trainer_options = "devices", "sync_batchnorm"
+    strategy = {"pipeline_parallel_size": "auto", **options}
+    options = {name: strategy.pop(name) for name in trainer_options if name in options}
+    devices = options.pop("devices")
+    trainer, model = trainer_of(devices, strategy_options=strategy, precision="64-true", **options), make_module()
+    trainer.fit(model, **data_of(make_module.kind))
+    return weights_of(model)
+
+
+def test_optimizer_in_backward(worlds):
+    options = {"devices": 3, "stage_widths": [2, 1], "num_microbatches": 4}
+    [wanted, *_] = worlds.run(3, partial(weights_after, Layers, **options))
+    for found in worlds.run(3, partial(weights_after, Layers, optimizer_in_backward=True, **options)):
+        assert_same(found, wanted)
+
+
+def test_sync_batchnorm(worlds):
+    options = {"sync_batchnorm": True, "num_microbatches": 2}
+    [wanted, *_] = worlds.run(4, partial(weights_after, ResNet, devices=4, pipeline_parallel_size=2, **options))
+    for found in worlds.run(6, partial(weights_after, ResNet, devices=6, stage_widths=[2, 1], **options)):
+        assert_same(found, wanted)
