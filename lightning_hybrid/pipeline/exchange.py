@@ -99,9 +99,7 @@ class StepResultExchange:
             with self._call.context():  # metrics see the precision of the step
                 self._exchange = self._begin(runs, is_broken, averages)
 
-    def _begin(
-        self, runs: Mapping[int, StageRun], is_broken: bool, averages: RunningAverages | None
-    ) -> NumberExchange:
+    def _begin(self, runs: Mapping[int, StageRun], is_broken: bool, averages: RunningAverages | None) -> NumberExchange:
         self.news = self._stored.news()  # now, as metrics are called below
         received = ResultsOfCopy()
         if averages is not None:

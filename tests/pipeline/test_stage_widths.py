@@ -3,7 +3,9 @@
 from functools import partial
 
 import pytest
+import torch
 import torchmetrics
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -11,7 +13,7 @@ from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weigh
 from harness.verification import check
 from lightning_hybrid.verify import Layout
 from models.cases import CASES, Samples
-from models.hand_written import Layers
+from models.hand_written import WIDTH, Layers, Tied
 from models.hugging_face import T5
 from models.resnet import ResNet
 from models.towers import TwoTowers, VisionLanguage
@@ -140,3 +142,61 @@ def test_sync_batchnorm(worlds):
     [wanted, *_] = worlds.run(4, partial(weights_after, ResNet, devices=4, pipeline_parallel_size=2, **options))
     for found in worlds.run(6, partial(weights_after, ResNet, devices=6, stage_widths=[2, 1], **options)):
         assert_same(found, wanted)
+
+
+class Hooked(Layers):
+    """A hook that is not linear in the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.layers[0].parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class HookedWhereTied(Tied):
+    """The same on parameters that two stages hold."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean of its own, in which no rule for BatchNorm holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean
+
+
+class Centring(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Centred()
+
+
+class InstanceNorms(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.InstanceNorm1d(1, track_running_stats=True))
+        self.layers[0].append(nn.Flatten())
+
+
+PAIR = Layout("pp2", 2, {"pipeline_parallel_size": 2, "num_microbatches": 4})
+
+
+@pytest.mark.parametrize(
+    "make_module, layout",
+    [(Hooked, layout(2, 1)), (HookedWhereTied, PAIR), (Centring, layout(2, 1)), (InstanceNorms, layout(2, 1))],
+)
+def test_what_ranks_of_a_stage_cannot_share_is_sharded_instead(worlds, make_module, layout):
+    same(worlds, make_module, layout)

@@ -22,7 +22,7 @@ from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepChange
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.params.gradient_hooks import StepHooks
 from lightning_hybrid.params.guards import ReadGuards
-from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
+from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, present_parameters
 from lightning_hybrid.pipeline.runtime.program import location_of
 from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates
 from lightning_hybrid.pipeline.runtime.running_averages import RunningAverages
@@ -173,6 +173,8 @@ class _Run:
         self.results: dict[int, StageRun] = {}
         shared = executor.plan.shared_buffers() if job.program.schedule.widths else {}
         self.averages = RunningAverages(executor.root, shared)
+        holders = executor.plan.ranks_of
+        self._shared = {name: p for name, p in present_parameters(executor.root).items() if len(holders(name)) > 1}
         self._num_run = 0  # microbatches on which the user's code has run, where a stage has several ranks
 
     def values_of(self, message: Message) -> list[Value]:
@@ -318,6 +320,7 @@ class _Run:
             self._finish_hooked_weights(stage)
         if (stage, microbatch) not in self._broken:
             try:
+                self._check_hooks()
                 self._run_backward(stage, microbatch, arrived)
             except StepError as error:
                 if not self._job.may_break or self._has_begun_exchange:
@@ -331,6 +334,18 @@ class _Run:
                 indices = variant.gradient_portals.get((source, target), ())
                 grads = [variant.missing_grads.sent((target, source, index), received[index]) for index in indices]
                 self._gradients[Message("backward", stage, source, microbatch)] = grads
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks on parameters that several ranks hold: on each they would see the gradient of its share."""
+        found = self._parameter_gradients.first_hooked(self._shared)
+        if found:
+            ranks = list(self._executor.plan.ranks_of(found))
+            raise StepError(
+                f"a hook on the gradient of {found!r}, which pipeline ranks {ranks} hold, would see on each of them"
+                " what its own stage or microbatches add; change the gradient in on_before_optimizer_step, or"
+                f" {WITHOUT_STAGES}",
+                entry="hook-shared",
+            )
 
     def _run_backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         made = self._made.pop((stage, microbatch))
