@@ -30,7 +30,7 @@ class ResultsOfCopy:
 
 
 def exchange(plan: StagePlan, local: ResultsOfCopy) -> ResultsOfCopy:
-    """Join the results of the ranks of this rank's stage, the first of which gets them; collective over the pipeline.
+    """Join what the ranks of one stage have computed, for the first of them; collective over the pipeline.
 
     The others get the averages alone: one rank calls metrics. A step that broke on any rank of the
     pipeline is broken on all.

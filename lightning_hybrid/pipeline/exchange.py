@@ -101,15 +101,10 @@ class StepResultExchange:
 
     def _begin(self, runs: Mapping[int, StageRun], is_broken: bool, averages: RunningAverages | None) -> NumberExchange:
         self.news = self._stored.news()  # now, as metrics are called below
-        received = ResultsOfCopy()
+        received = ResultsOfCopy(is_broken=is_broken or bool(self.news))
         if averages is not None:
-            sent = {index: run.scalars.sent() for index, run in runs.items() if run.scalars.values}
-            broke = is_broken or bool(self.news)
-            received = exchange(self._plan, ResultsOfCopy(sent, self._metrics.calls, averages.updates, broke))
-            is_broken = received.is_broken
-            averages.apply(received.averages)
-            self._metrics.adopt_calls(received.metric_calls)
-        if is_broken or self.news:
+            received = self._from_copies(runs, averages, received.is_broken)
+        if received.is_broken:
             return NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
         reads = self._logs.reads
         made = {(index, value): runs[index].made.get(value) for index, value in self._scalars}
@@ -155,16 +150,23 @@ class StepResultExchange:
                 for entry in self._entries
                 for index, guess in enumerate(entry.guesses)
             ]
-        names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self.digest = self._batch.number()
         return NumberExchange(
             read_numbers(numbers),
             self._group,
-            names=names,
+            names=zlib.crc32("|".join(entry.name for entry in self._entries).encode()),
             batch=self.digest,
             trace=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
             device=self._device,
         )
+
+    def _from_copies(self, runs: Mapping[int, StageRun], averages: RunningAverages, is_broken: bool) -> ResultsOfCopy:
+        """What the other ranks of this stage have computed, with their averages and calls of metrics in place."""
+        sent = {index: run.scalars.sent() for index, run in runs.items() if run.scalars.values}
+        received = exchange(self._plan, ResultsOfCopy(sent, self._metrics.calls, averages.updates, is_broken))
+        averages.apply(received.averages)
+        self._metrics.adopt_calls(received.metric_calls)
+        return received
 
     def _full_batch_number(self, key: Key, entry: Entry, batch: BatchScalars) -> float | Tensor:
         """The number logged for the full batch; ``ABSENT`` where it is the combination of the microbatches'."""

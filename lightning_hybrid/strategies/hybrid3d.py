@@ -72,12 +72,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             "dualpipe_v" always have two. "auto" is 1 unless planned.
         max_microbatches_in_flight: Microbatches whose activations a rank may hold under "zero_bubble_searched". None is
             the number of pipeline ranks, as under 1F1B.
-        pipeline_cuts: Names of the module that each stage starts with, from the second stage on, as printed in the
-            start table. None balances the stages by cost.
-        stage_widths: Ranks of each stage, such as [3, 1], where a slow stage should have more: they hold copies of it
-            and take its microbatches in turn. ``pipeline_parallel_size`` is their sum. None is one rank for each stage.
-        batch_splitter: ``function(batch, count) -> list of microbatches``, for batches that are not nested lists,
-            tuples or dicts of tensors.
+        pipeline_cuts: Names of the module that each stage but the first starts with. None balances them by cost.
+        stage_widths: Ranks of each stage, such as [3, 1], which take its microbatches in turn. None is one each.
+        batch_splitter: ``function(batch, count) -> microbatches``, for batches that are no containers of tensors.
         zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too, 0
             nothing. "auto" is 0 unless planned.
         shard_size: Replicas that one copy is sharded over; others hold further copies. None is all, unless planned.

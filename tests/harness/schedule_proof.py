@@ -61,7 +61,7 @@ def _check_actions(schedule):
             reason = None
             if not 0 <= action.stage < schedule.num_stages:
                 reason = f"{action} is of a stage that does not exist (stages 0 to {schedule.num_stages - 1})"
-            elif (home := schedule.rank_of(action.stage)) != rank:
+            elif (home := schedule.rank_of(action.stage, action.microbatch)) != rank:
                 reason = f"{action} stands on rank {rank} but stage {action.stage} is on rank {home}"
             elif action in seen:
                 reason = f"{action} is done twice"

@@ -56,7 +56,7 @@ def simulated(schedule, stages):
 def predicted(schedule, num_microbatches, stages):
     ranks = [{} for _ in range(schedule.num_ranks)]
     for number, stage in enumerate(stages):
-        ranks[schedule.rank_of(number)][number] = stage
+        ranks[schedule.rank_of(number, 0)][number] = stage
     busy = max(sum(stage.total for stage in held.values()) for held in ranks)
     return num_microbatches * busy + bubble_seconds(schedule.name, num_microbatches, ranks)
 

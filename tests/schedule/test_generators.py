@@ -128,7 +128,7 @@ def test_gradients_are_summed_in_ascending_order_and_reduced_at_once(name):
     for p, m, v in [(1, 3, 2), (2, 5, 1), (3, 7, 2), (4, 6, 3)]:
         schedule = make_schedule(name, p, m, v)
         for stage in range(schedule.num_stages):
-            row = schedule.actions[schedule.rank_of(stage)]
+            row = schedule.actions[schedule.rank_of(stage, 0)]
             for kind in (Kind.F, Kind.B):
                 assert [a.microbatch for a in row if a.kind is kind and a.stage == stage] == list(range(m))
             assert row.index(Action(Kind.REDUCE, stage)) == row.index(Action(Kind.B, stage, m - 1)) + 1
@@ -152,7 +152,7 @@ def test_action_text(text):
 def test_stages_are_assigned_round_robin():
     schedule = interleaved_1f1b(3, 3, 2)
     assert schedule.num_stages == 6
-    assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [schedule.rank_of(stage, 0) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_zero_bubble():

@@ -61,7 +61,7 @@ def run(program, pool, seed=0, timeout=5.0):
             if isinstance(instruction, Compute):
                 inputs = []
                 for message in needed_by(instruction.action, portals):
-                    source_rank = schedule.rank_of(message.source)
+                    source_rank = schedule.source_of(message)
                     if source_rank != rank:
                         channel = channels[min(rank, source_rank), max(rank, source_rank)]
                         channel.wait_until(lambda c=channel, m=message: m in c.values)

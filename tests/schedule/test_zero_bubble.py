@@ -76,7 +76,7 @@ def test_orders_are_those_of_torch(ours, of_torch, p):
 
 def test_v_placement():
     schedule = zero_bubble_v(3, 4)
-    assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [schedule.rank_of(stage, 0) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert [stages_of_rank(rank, 3, 2, "v") for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert [rank_of_stage(stage, 3) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
 

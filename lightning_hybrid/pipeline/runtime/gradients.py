@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -324,6 +324,9 @@ def expect_seed(loss: Tensor) -> None:
         owner.expect()
 
 
+_MESSAGE_ELEMENTS = 1 << 24
+
+
 class TiedParameters:
     """The parameters that this rank owns together with other ranks."""
 
@@ -338,7 +341,11 @@ class TiedParameters:
             ranks = tuple(sorted(set(holders[name])))
             if len(ranks) > 1 and self._rank in ranks:
                 sets.setdefault((ranks, parameters[name].dtype), []).append(parameters[name])
-        self._sets = [(ranks, members) for (ranks, _), members in sets.items()]
+        self._sets = [
+            (ranks, members)
+            for (ranks, _), together in sets.items()
+            for members in in_messages(together, [parameter.numel() for parameter in together])
+        ]
 
     def num_owners(self) -> dict[nn.Parameter, int]:
         """Returns how many ranks sum their gradients of each parameter."""
@@ -356,24 +363,58 @@ class TiedParameters:
             _unflatten(total, present, members)
 
     def _total(self, ranks: Sequence[int], local: Tensor) -> Tensor:
-        """The sum of the vectors of some ranks, this one among them."""
-        others = [rank for rank in ranks if rank != self._rank]
-        received = {rank: torch.empty_like(local) for rank in others}
+        """The sum of the vectors of some ranks, this one among them.
+
+        Of more than two, each rank sums a piece and sends that to the others.
+        """
+        if len(ranks) == 2:
+            (other,) = set(ranks) - {self._rank}
+            received = self._swap({other: local}, {other: torch.empty_like(local)})
+            return _sum(ranks, {self._rank: local, **received})
+        pieces = dict(zip(ranks, local.clone().tensor_split(len(ranks)), strict=True))
+        own = pieces.pop(self._rank)
+        received = self._swap(pieces, {rank: torch.empty_like(own) for rank in pieces})
+        own.copy_(_sum(ranks, {self._rank: own, **received}))
+        sums = self._swap(dict.fromkeys(pieces, own), pieces)
+        return torch.cat([own if rank == self._rank else sums[rank] for rank in ranks])
+
+    def _swap(self, sent: Mapping[int, Tensor], received: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Send each other rank a tensor, and fill those that come from them."""
         works = []
         # NCCL runs the transfers of two ranks one after the other, and a send waits for its receive: the lower
         # rank sends first, and all ranks process the pairs in one order.
-        for rank in others:
-            to = partial(dist.isend, local, group=self._group, group_dst=rank)
+        for rank, message in sent.items():
+            to = partial(dist.isend, message, group=self._group, group_dst=rank)
             back = partial(dist.irecv, received[rank], group=self._group, group_src=rank)
             works += [to(), back()] if self._rank < rank else [back(), to()]
         for work in works:
             assert work is not None
             work.wait()
-        received[self._rank] = local
-        total = received[ranks[0]].clone()
-        for rank in ranks[1:]:
-            total += received[rank]
-        return total
+        return received
+
+
+def _sum(ranks: Sequence[int], vectors: Mapping[int, Tensor]) -> Tensor:
+    """The sum in the order of the ranks, which is the same on each."""
+    total = vectors[ranks[0]].clone()
+    for rank in ranks[1:]:
+        total += vectors[rank]
+    return total
+
+
+Member = TypeVar("Member")
+
+
+def in_messages(members: Sequence[Member], sizes: Sequence[int]) -> list[list[Member]]:
+    """Group parameters of these numbers of elements for messages whose copies take little memory."""
+    groups: list[list[Member]] = [[]]
+    left = _MESSAGE_ELEMENTS
+    for member, size in zip(members, sizes, strict=True):
+        if size > left and groups[-1]:
+            groups.append([])
+            left = _MESSAGE_ELEMENTS
+        groups[-1].append(member)
+        left -= size
+    return groups
 
 
 def _flatten(members: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tensor:

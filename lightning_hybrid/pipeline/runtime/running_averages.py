@@ -53,7 +53,7 @@ class RunningAverages:
     """
 
     def __init__(self, root: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-        """Begin a step of a module; ``buffers`` are those of this rank's stage, by FQN."""
+        """Begin a step of a module; ``buffers`` are what this stage has, by FQN."""
         here = {id(buffer) for buffer in buffers.values()}
         self._norms = {
             name: module

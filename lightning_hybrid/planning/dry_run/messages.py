@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_hybrid.params.boxes import shard_of
+from lightning_hybrid.pipeline.runtime.gradients import in_messages
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.schedule.actions import Portals
@@ -147,10 +148,13 @@ def _tied_messages(run: Run) -> Iterator[Messages]:
         ranks = tuple(sorted(set(plan.ranks_of(name))))
         if len(ranks) > 1:
             sets.setdefault((ranks, run.setting.dtype_of_gradient(parameter)), []).append(torch.Size(shape).numel())
-    for (ranks, dtype), numels in sets.items():
+    for (ranks, dtype), together in sets.items():
         others = len(ranks) - 1
-        nbytes = (sum(numels) + len(numels)) * dtype.itemsize
-        yield Messages("pipeline", "gradients of shared parameters", "send", 2, others, others * nbytes)
+        for numels in in_messages(together, together):
+            nbytes = (sum(numels) + len(numels)) * dtype.itemsize
+            # Of more than two ranks each sums a piece, and sends it to the others.
+            count, sent = (1, nbytes) if others == 1 else (2 * others, 2 * others * nbytes // len(ranks))
+            yield Messages("pipeline", "gradients of shared parameters", "send", 2, count, sent)
 
 
 def sent_by_axis(messages: Iterable[Messages]) -> dict[str, int]:

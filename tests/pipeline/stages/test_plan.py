@@ -23,9 +23,9 @@ class FourRanks:
 
 def test_stages_in_v_placement():
     plan = StagePlan(make(Layers), FourRanks(), keyed(), schedule="dualpipe_v", stages_per_rank=2)
-    assert plan.stages == (1, 6) and [plan.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert plan.stages == (1, 6) and [plan.rank_of(stage, 0) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert plan.training_schedule(9) == make_schedule("dualpipe_v", 4, 9)
-    assert [plan.evaluation_schedule(3).rank_of(stage) for stage in (0, 7)] == [0, 0]
+    assert [plan.evaluation_schedule(3).rank_of(stage, 0) for stage in (0, 7)] == [0, 0]
 
 
 def test_costs_of_stages_are_searched_for():
