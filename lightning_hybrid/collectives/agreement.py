@@ -154,24 +154,30 @@ def digest(leaves: Sequence[object]) -> int:
 
 
 class Digest:
-    """A digest of leaves as they are now, which the host reads later with other tensors."""
+    """A digest of leaves as they are now; the host reads those of a device later, together with other tensors."""
 
     def __init__(self, leaves: Sequence[object], reads: HostReads) -> None:
-        """Copy what is digested of the leaves, on their devices."""
+        """Digest the leaves in host memory; copy what is digested of the others, on their devices."""
         self._reads = reads
-        self._parts = [
-            (shape, reads.add(part)) if isinstance(part, Tensor) else part for shape, part in _digested(leaves)
-        ]
+        self._parts = [(shape, *self._begin(part)) for shape, part in _digested(leaves)]
+
+    def _begin(self, part: Tensor | float) -> tuple[float, bool]:
+        """The checksum of a part, or the number of a read that has begun, and which of the two it is."""
+        if not isinstance(part, Tensor):
+            return part, False
+        return (_checksum(part), False) if part.device.type == "cpu" else (self._reads.add(part), True)
 
     def number(self) -> int:
         """The digest."""
         found = hashlib.blake2b(digest_size=6)  # exact in float64
-        for part in self._parts:
-            if isinstance(part, tuple):
-                content = bytes_of(self._reads.take(part[1])).numpy().tobytes()
-                part = part[0], zlib.crc32(content)
-            found.update(repr(part).encode())
+        for shape, number, is_waiting in self._parts:
+            content = _checksum(self._reads.take(int(number))) if is_waiting else number
+            found.update(repr((shape, content)).encode())
         return int.from_bytes(found.digest(), "little")
+
+
+def _checksum(part: Tensor) -> int:
+    return zlib.crc32(bytes_of(part).numpy().tobytes())
 
 
 def _digested(leaves: Sequence[object]) -> Iterator[tuple[tuple[int, ...], Tensor | float]]:
