@@ -22,7 +22,7 @@ COMPARED: Mapping[tuple[str, str], frozenset[str]] = {
 
 
 def kind_of(costs: ModelCosts) -> str:
-    """Return the kind of a model, of which runs were compared or not."""
+    """Return the kind of a model."""
     return "mixtures" if costs.routes else "dense"
 
 

@@ -156,7 +156,7 @@ def _transformer_layers(shape: TransformerShape) -> list[LayerCosts]:
 
 
 def _attention_products(shape: TransformerShape) -> list[Product]:
-    """Return the products of attention, those of its scores after those of its inputs."""
+    """Return the products of attention, in the order of their execution."""
     tokens, width, computed = shape.positions, shape.hidden, shape.computed_scores
     if shape.key_value_rank:
         rotary = shape.rotary_size
