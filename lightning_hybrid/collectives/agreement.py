@@ -154,7 +154,7 @@ def digest(leaves: Sequence[object]) -> int:
 
 
 class Digest:
-    """A digest of leaves as they are now; the host reads those of a device later, together with other tensors."""
+    """A digest of leaves as they are now, which the host reads later where they are on a device."""
 
     def __init__(self, leaves: Sequence[object], reads: HostReads) -> None:
         """Digest the leaves in host memory; copy what is digested of the others, on their devices."""
