@@ -141,7 +141,7 @@ def state_mismatches(
     count, each = sum(map(len, kinds)), max(1, _LISTED // len(kinds))
     listed = [difference for differences in kinds for difference in differences[:each]]
     return (
-        f"the checkpoint does not match {type(root).__name__}: {count} name{'s' * (count > 1)} or shapes differ:"
+        f"the checkpoint does not match {type(root).__name__}: {count} names or shapes differ:"
         f" {'; '.join(listed)}{'; ...' if count > len(listed) else ''}; load a checkpoint of this model, or build the"
         " one that was saved"
     )

@@ -170,7 +170,8 @@ class CheckpointFiles:
             counts = len(self._generator_states), self._world.layout.data_parallel_size
             lost = f"; the random generators of {counts[0]} replicas are not restored to {counts[1]}"
             has_lost = counts[0] not in (0, counts[1])
-            rank_zero_info(f"{path} was saved under {before} and resumes under {now}{lost * has_lost}")
+            zero = f", zero_stage={stage}" if (stage := self._options.zero_stage) else ""
+            rank_zero_info(f"{path} was saved under {before} and resumes under {now}{zero}{lost * has_lost}")
         replicas = math.prod(saved.get(axis, 1) for axis in ("dp_replicate", "dp_shard"))
         if replicas != self._world.layout.data_parallel_size:
             from lightning_hybrid.run.resumed_epochs import describe_epochs

@@ -124,13 +124,13 @@ def run_with(module, layout, samples, *args):
 
 @pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
 @pytest.mark.parametrize(("first_batch", "samples"), [(0, 16), (1, 15)])
-def test_a_mistake_in_the_step_is_told_as_itself(worlds, axis, first_batch, samples):
+def test_a_mistake_in_the_step_is_raised_as_itself(worlds, axis, first_batch, samples):
     for told in worlds.run(2, run_with, Mistaken, {axis: 2}, samples, first_batch):
         assert told.count("raised: mat1 and mat2 shapes cannot be multiplied") == 1, told
         assert "sharded instead of" not in told, told
 
 
 @pytest.mark.parametrize("samples", [4, 16])
-def test_a_step_that_runs_unrecorded_alone_is_told_why(worlds, samples):
+def test_a_step_that_runs_unrecorded_alone_is_warned_of(worlds, samples):
     told, _ = worlds.run(2, run_with, FailsRecordedOnly, {"pipeline_parallel_size": 2}, samples)
     assert told.count("sharded instead of pipelined: RuntimeError: not on stand-ins") == 1, told

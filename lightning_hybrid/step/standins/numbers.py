@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 

@@ -103,7 +103,7 @@ class RankFailures(RunCallback):
             shorten(error, text)
             self._close(reason)
             return
-        is_same = first != cause and _is_told_by(first, error)
+        is_same = first != cause and _is_reported_by(first, error)
         failed = " ".join(first.split()[:2])  # "rank 0"
         shorten(error, f"rank {self._mesh.rank} stopped: {failed} failed (see there)" if is_same else "")
         if self._all_reported(_SECONDS_FOR_PEERS):
@@ -211,7 +211,7 @@ def _hook_of(error: BaseException) -> str:
     return hook
 
 
-def _is_told_by(first: str, error: BaseException) -> bool:
+def _is_reported_by(first: str, error: BaseException) -> bool:
     """Whether the first failure is the same as an error, or tells of the same disagreement from the other side."""
     disagree = NotOnAllRanks, RanksDisagree
     if isinstance(error, disagree) and any(f" failed: {kind.__name__}: " in first for kind in disagree):

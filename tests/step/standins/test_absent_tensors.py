@@ -100,7 +100,7 @@ def run_printing(layout):
     return told, trainer.strategy.run.is_pipelined, printed.getvalue()
 
 
-def test_lines_that_print_numbers_which_are_not_there_are_told_once(worlds):
+def test_lines_that_print_absent_numbers_are_named_once(worlds):
     (told, is_pipelined, printed), (_, _, printed_by_last) = worlds.run(2, run_printing, {"pipeline_parallel_size": 2})
     assert is_pipelined and len(told) == 3 == len(set(told)), told
     assert set(printed.split()) == {"loss", "nan"} and "300" not in printed_by_last, (printed, printed_by_last)
