@@ -138,12 +138,16 @@ def _first_known(numbers: Sequence[float]) -> float:
     return next((number for number in known if not math.isnan(number)), known[0] if known else ABSENT)
 
 
-def batches_differ(checksums: Sequence[float], ranks: str) -> RanksDisagree:
-    """The error for ``ranks`` of one replica whose batches have these different checksums, by rank."""
+def batches_differ(checksums: Sequence[float], ranks: str, shapes: Sequence[object] = ()) -> RanksDisagree:
+    """The error for ``ranks`` of one replica whose batches have these different checksums, and shapes, by rank."""
+    differ = len(set(map(repr, shapes))) > 1
+    found, advice = f"checksums {checksums}", "seed samplers and augmentation without the rank"
+    if differ:
+        found, advice = f"shapes {', '.join(map(str, shapes))}", "give their loaders one batch size"
     return RanksDisagree(
-        f"the batch differs between the ranks of one replica (checksums {checksums} on {ranks} ranks 0 to"
-        f" {len(checksums) - 1}); every rank must draw the same samples: call seed_everything(...) before random data"
-        " are generated, and seed samplers and augmentation without the rank",
+        f"the batch differs between the ranks of one replica ({found} on {ranks} ranks 0 to {len(checksums) - 1});"
+        " every rank must draw the same samples: call seed_everything(...) before random data are generated, and"
+        f" {advice}",
         entry="batch-differs",
     )
 
