@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.errors import RanksDisagree, StepError
-from lightning_hybrid.host_copies import HostReads, bytes_of
+from lightning_hybrid.host_copies import HostReads, bytes_of, is_on_host
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import as_plain_tensor
@@ -169,7 +169,7 @@ class Digest:
         """The checksum of a part, or the number of a read that has begun, and which of the two it is."""
         if not isinstance(part, Tensor):
             return part, False
-        return (_checksum(part), False) if part.device.type == "cpu" else (self._reads.add(part), True)
+        return (_checksum(part), False) if is_on_host(part) else (self._reads.add(part), True)
 
     def number(self) -> int:
         """The digest."""
