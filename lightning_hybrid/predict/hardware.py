@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ else:
 
 PRESETS = Path(__file__).with_name("presets")
 _FLAGS = ("is_host", "direct_links")
+_SHARES = ("efficiency", "attention")
+# Of products in 16 bits, what FlashAttention reaches where a file does not say.
+_ATTENTION = {"flash2": 0.6}
 _LINKS = ("within_node", "between_nodes")
 _MAY_BE_ZERO = ("reserved", "kernel_seconds", "latency_within", "latency_between", "overlap")
 
@@ -55,19 +58,22 @@ class Hardware:
         product_flops: Largest measured FLOP/s of a matrix product, by number format ("bfloat16", "float8", ...).
         memory_bandwidth: Bytes per second of the device's memory.
         kernel_seconds: Least time between the starts of two kernels.
-        efficiency: The one constant per hardware by which the time of computation is divided.
+        efficiency: Share of ``product_flops`` that products in a training step reach, by number format; a file may give
+            one number for all.
         devices_per_node: Devices that share the links within a node.
         within_node: Bus bandwidth between all devices of a node.
         between_nodes: Bus bandwidth per node over all its adapters, when all its devices take part.
         latency_within: Seconds of one message within a node.
         latency_between: The same between nodes.
-        overlap: Share of the computation's time in which collectives over replicas run beside it: near 1 where adapters
-            read the devices' memory, 0 where the host drives them (Omni-Path).
+        overlap: Share of a collective's time that computation beside it hides: near 1 where adapters read the devices'
+            memory, 0 where the host drives them (Omni-Path).
         host_bandwidth: Bytes per second between a device and its host, in one direction.
         host_update_rate: Parameters per second and device that an optimizer on the host updates.
         is_host: Whether the devices are the host's own cores, so that nothing is offloaded to it.
         direct_links: Whether each device of a node has links of its own to each other one, without a switch: n of N
             devices then use ``(n - 1) / (N - 1)`` of their links.
+        attention: Share of the rate of products in 16 bits that the forward of fused attention reaches, by its kernel
+            ("flash2", "cudnn"); the first is the one that PyTorch takes.
     """
 
     name: str
@@ -76,7 +82,7 @@ class Hardware:
     product_flops: Mapping[str, float]
     memory_bandwidth: float
     kernel_seconds: float
-    efficiency: float
+    efficiency: Mapping[str, float]
     devices_per_node: int
     within_node: BandwidthCurve
     between_nodes: BandwidthCurve
@@ -87,6 +93,12 @@ class Hardware:
     host_update_rate: float
     is_host: bool = False
     direct_links: bool = False
+    attention: Mapping[str, float] = field(default_factory=lambda: dict(_ATTENTION))
+
+    def product_rate(self, number_format: str) -> float:
+        """Return the FLOP/s of large products of a training step; of those in 32 bits, if the format is unknown."""
+        name = number_format if number_format in self.product_flops else "float32"
+        return self.product_flops[name] * self.efficiency.get(name, 1.0)
 
 
 def preset_names() -> list[str]:
@@ -122,7 +134,7 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
         ValueError: A key is missing or unknown, or a value is impossible.
     """
     wanted = set(Hardware.__dataclass_fields__)
-    optional = {*_FLAGS, "sources"}
+    optional = {*_FLAGS, "attention", "sources"}
     given = dict(table)
     given.setdefault("name", path.stem)
     missing, unknown = wanted - set(given) - optional, set(given) - wanted - optional
@@ -130,6 +142,8 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
         raise ValueError(f"{path}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}")
     given.pop("sources", None)
     _check_values(given, path)
+    if not isinstance(given["efficiency"], Mapping):
+        given["efficiency"] = dict.fromkeys(given["product_flops"], given["efficiency"])
     for link in _LINKS:
         points: Sequence[Sequence[float]] = sorted(given[link])
         given[link] = BandwidthCurve(tuple(size for size, _ in points), tuple(rate for _, rate in points))
@@ -138,7 +152,8 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
 
 def _check_values(table: Mapping[str, Any], path: Path) -> None:
     """Refuse values that are no numbers, negative, or 0 where a rate or a size is needed."""
-    others = ("name", *_FLAGS, "product_flops", *_LINKS)
+    tables = [name for name in ("product_flops", *_SHARES) if isinstance(table.get(name), Mapping)]
+    others = ("name", *_FLAGS, *tables, *_LINKS)
     single = {name: value for name, value in table.items() if name not in others}
     for flag in _FLAGS:
         if not isinstance(table.get(flag, False), bool):
@@ -146,7 +161,10 @@ def _check_values(table: Mapping[str, Any], path: Path) -> None:
     rates = table["product_flops"]
     if not isinstance(rates, Mapping) or not rates:
         raise ValueError(f"{path}: product_flops={rates!r}; use FLOP/s by number format, such as {{ float32 = 1e12 }}")
-    for name, value in {**single, **{f"product_flops.{dtype}": rate for dtype, rate in rates.items()}}.items():
+    if not isinstance(table.get("attention", {}), Mapping):
+        raise ValueError(f"{path}: attention={table['attention']!r}; use shares by kernel, such as {{ flash2 = 0.6 }}")
+    entries = {f"{name}.{key}": value for name in tables for key, value in table[name].items()}
+    for name, value in {**single, **entries}.items():
         may_be_zero = name in _MAY_BE_ZERO
         if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
             raise ValueError(f"{path}: {name}={value!r}; use a number {'of 0 or more' if may_be_zero else 'above 0'}")
