@@ -31,7 +31,7 @@ from lightning_hybrid.cli.module import (
 from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.memory.amounts import parse_budget
-from lightning_hybrid.predict.costs.transformer import costs_from_config
+from lightning_hybrid.predict.costs.config import costs_from_config
 from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
 from lightning_hybrid.predict.html import html_report
 from lightning_hybrid.predict.layout import check_options, fixed_fields, layout_from_options, number_format_of
