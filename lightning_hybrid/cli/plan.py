@@ -31,20 +31,24 @@ from lightning_hybrid.cli.module import (
 from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.memory.amounts import parse_budget
+from lightning_hybrid.predict.checks import check_options, misfits
 from lightning_hybrid.predict.costs.config import costs_from_config
 from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
 from lightning_hybrid.predict.html import html_report
-from lightning_hybrid.predict.layout import check_options, fixed_fields, layout_from_options, number_format_of
+from lightning_hybrid.predict.layout import fixed_fields, layout_from_options, number_format_of
 from lightning_hybrid.predict.measured import corrected_by
 from lightning_hybrid.predict.plans import OBJECTIVES, Plan
 from lightning_hybrid.predict.report import PlannedRun, explained_layout, plans_table
 from lightning_hybrid.predict.search import check_cluster, cluster_of, predict_plan, search_layouts
 from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, load_measured_costs
+from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_hybrid.planning.costs import RecordedCosts
     from lightning_hybrid.predict.costs.layers import ModelCosts
-    from lightning_hybrid.predict.layout import NumberFormat
+    from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 
 _EXAMPLE = """example:
   lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
@@ -105,7 +109,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout, number or argument of a class.
     """
-    check_counts(parsed, "devices", "num_nodes", "plans", "batch")
+    check_counts(parsed, "devices", "num_nodes", "plans", "batch", "sequence")
     if parsed.module is not None and parsed.module.endswith(".json"):  # before torch is imported
         raise UsageError(f"{parsed.module} is no module; a transformer's configuration is given by --config-json PATH")
     request = _request(parsed)
@@ -119,6 +123,7 @@ def run(parsed: argparse.Namespace) -> int:
         else:
             print(f"refused: {error}")
         return REFUSED
+    _check_microbatches(planned.result.best.layout, request.fixed, f"--fix {parsed.fix}")
     explained = None if request.explained is None else _explained(parsed, request.explained, planned)
     if parsed.html is not None:
         write_text(parsed.html, html_report(planned, parsed.plans), "--html")
@@ -161,14 +166,25 @@ def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, 
     path = existing_file(str(given / "config.json" if given.is_dir() else given))
     if parsed.batch is None:
         raise UsageError("--batch is needed with --config-json: samples of an optimizer step over all replicas")
+    config = _configuration(path, parsed.config_json)
+    sequence = 2048 if parsed.sequence is None else parsed.sequence
     with usage_errors():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise UsageError(f"--config-json {parsed.config_json}: no mapping of names to values")
-        sequence = 2048 if parsed.sequence is None else parsed.sequence
-        if sequence < 1:
-            raise UsageError(f"--sequence {sequence}; use 1 or more")
-        return costs_from_config(config, sequence), number_format_of(precision), 1, precision
+        number_format = number_format_of(precision)
+    try:
+        return costs_from_config(config, sequence), number_format, 1, precision
+    except ValueError as error:
+        raise UsageError(f"--config-json {parsed.config_json}: {error}") from error
+
+
+def _configuration(path: Path, given: str) -> dict[str, Any]:
+    """Read a file of JSON that maps names to values."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--config-json {given} is no JSON file: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"--config-json {given}: no mapping of names to values")
+    return config
 
 
 def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
@@ -207,6 +223,9 @@ def _planned(parsed: argparse.Namespace, request: _Request, progress: Progress) 
     costs, number_format, samples, precision = _model(parsed, progress)
     if request.measured is not None:
         costs = corrected_by(costs, number_format, request.hardware, request.measured, str(parsed.measured))
+    for flag, fields in (("--fix", request.fixed), ("--why", fixed_fields(request.explained or {}))):
+        if reason := next(misfits(costs, fields, parsed.devices * parsed.num_nodes), ""):
+            raise UsageError(f"{flag} {parsed.fix if flag == '--fix' else parsed.why}: {reason}")
     progress.phase("searching layouts")
     result = search_layouts(
         costs,
@@ -262,6 +281,14 @@ def _explained(parsed: argparse.Namespace, options: dict[str, Any], planned: Pla
             layout = layout_from_options(options, ranks, batch, microbatch=best.microbatch)
         elif parsed.batch % layout.data:
             raise UsageError(f"--why {parsed.why}: {layout.data} replicas do not divide --batch {parsed.batch}")
+        _check_microbatches(layout, options, f"--why {parsed.why}")
         return predict_plan(planned.costs, layout, planned.number_format, planned.hardware)
     except HybridError as error:
         raise UsageError(f"--why {parsed.why}: {error}") from error
+
+
+def _check_microbatches(layout: PlanLayout, options: Mapping[str, Any], given: str) -> None:
+    """Refuse more microbatches than a replica has samples."""
+    count, samples = options.get("num_microbatches"), layout.batch // layout.data
+    if isinstance(count, int) and count > samples:
+        raise UsageError(f"{given}: {count} microbatches of {counted(samples, 'sample')}, which a replica has")

@@ -26,6 +26,7 @@ from lightning_hybrid.predict.time import predict_time
 from lightning_hybrid.text import sized
 
 _STARTS = 16  # meshes from which options are improved one by one
+_MOST_DEVICES = 1_000_000
 _LARGEST_CLUSTER = 64  # multiple of the given devices up to which an error looks for a fit
 
 
@@ -73,7 +74,7 @@ def search_layouts(
     hardware = cluster_of(hardware, devices, num_nodes, max_memory)
     worlds = [devices * num_nodes]
     if objective == "fewest_devices":
-        worlds = divisors(devices) + [devices * nodes for nodes in divisors(num_nodes)[1:]]
+        worlds = [*divisors(devices), *(devices * nodes for nodes in divisors(num_nodes)[1:])]
     is_one_batch = costs.has_batch_norm or bool(costs.why_no_stages)
     fixed = {**({"num_microbatches": 1} if is_one_batch else {}), **(fixed or {})}
     allowed = allowed or Allowed()
@@ -123,6 +124,9 @@ def check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int =
     for name, number in (("devices", devices), ("num_nodes", num_nodes), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise PlanError(f"{name}={number!r}: a plan needs a whole number of 1 or more", entry="plan-cluster")
+    if devices * num_nodes > _MOST_DEVICES:
+        most = f"a plan has {_MOST_DEVICES:,} devices at most"
+        raise PlanError(f"devices={devices} * num_nodes={num_nodes}: {most}", entry="plan-cluster")
     node = hardware.devices_per_node
     if devices > node and devices % node:
         raise PlanError(

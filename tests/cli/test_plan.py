@@ -268,7 +268,7 @@ def test_a_folder_of_a_configuration(capsys, config):
         ([], "--batch is needed"),
         (["--batch", "8", "--max-memory", "much"], "--max-memory much; use a number of bytes"),
         (["--batch", "8", "--why", "tp"], "--why 'tp': 'tp' is not name=value"),
-        (["--batch", "8", "--why", "tp=3"], "--why tp=3: 3 ranks do not fill 4 devices"),
+        (["--batch", "8", "--why", "pp=3"], "--why pp=3: 3 ranks do not fill 4 devices"),
     ],
 )
 def test_usage_with_a_configuration(capsys, config, arguments, words):
