@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_hybrid.memory.amounts import parse_budget
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.layout import LAYOUT_OPTIONS, OFFLOADABLE, SIZES, spelled_value
 from lightning_hybrid.schedule import SCHEDULE_NAMES
@@ -53,7 +52,8 @@ def _wanted(name: str, value: Any) -> str:
         return "" if _is_offload(value) else f"cpu, or a mapping of {', '.join(OFFLOADABLE)} to cpu"
     is_share = isinstance(value, float) and 0 < value <= 1
     is_known = value in ("keep", "full", "selective", "none") if isinstance(value, str) else _is_count(value)
-    is_known = is_known or is_share or parse_budget(value) is not None or isinstance(value, list | Mapping)
+    is_budget = isinstance(value, str) and value[:1].isdigit()
+    is_known = is_known or is_share or is_budget or isinstance(value, list | Mapping)
     return "" if is_known else "full, selective, none, or what the option recompute of a run takes"
 
 

@@ -21,6 +21,19 @@ else:
 PRESETS = Path(__file__).with_name("presets")
 _FLAGS = ("is_host", "direct_links")
 _LINKS = ("within_node", "between_nodes")
+# What a file may leave out. The efficiency is that of the H100 and its data sheet: 64 % of 989 TFLOP/s.
+_DEFAULTS: Mapping[str, Any] = {
+    "reserved": 1.5e9,
+    "kernel_seconds": 4e-6,
+    "efficiency": 0.64,
+    "devices_per_node": 8,
+    "latency_within": 1e-5,
+    "latency_between": 2.5e-5,
+    "overlap": 0.5,
+    "host_bandwidth": 25e9,
+    "host_update_rate": 1e9,
+}
+_SIZES = tuple(4.0**power for power in range(7, 17))  # of messages, where a link is given by one number
 _MAY_BE_ZERO = ("reserved", "kernel_seconds", "latency_within", "latency_between", "overlap")
 
 
@@ -65,9 +78,11 @@ class Hardware:
             read the devices' memory, 0 where the host drives them (Omni-Path).
         host_bandwidth: Bytes per second between a device and its host, in one direction.
         host_update_rate: Parameters per second and device that an optimizer on the host updates.
+        host_memory: Bytes of a node's host, of which offload may take what the devices of the node need together.
         is_host: Whether the devices are the host's own cores, so that nothing is offloaded to it.
         direct_links: Whether each device of a node has links of its own to each other one, without a switch: n of N
             devices then use ``(n - 1) / (N - 1)`` of their links.
+        assumed: Names of what the file does not give, for which there is a default.
     """
 
     name: str
@@ -87,6 +102,8 @@ class Hardware:
     host_update_rate: float
     is_host: bool = False
     direct_links: bool = False
+    host_memory: float = math.inf
+    assumed: tuple[str, ...] = ()
 
 
 def preset_names() -> list[str]:
@@ -121,9 +138,9 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
     Raises:
         ValueError: A key is missing or unknown, or a value is impossible.
     """
-    wanted = set(Hardware.__dataclass_fields__)
-    optional = {*_FLAGS, "sources"}
-    given = dict(table)
+    wanted = set(Hardware.__dataclass_fields__) - {"assumed"}
+    optional = {*_FLAGS, "host_memory", "sources"}
+    given = with_defaults(table)
     given.setdefault("name", path.stem)
     missing, unknown = wanted - set(given) - optional, set(given) - wanted - optional
     if missing or unknown:
@@ -133,7 +150,27 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
     for link in _LINKS:
         points: Sequence[Sequence[float]] = sorted(given[link])
         given[link] = BandwidthCurve(tuple(size for size, _ in points), tuple(rate for _, rate in points))
-    return Hardware(**given)
+    given["devices_per_node"] = int(given["devices_per_node"])
+    return Hardware(**given, assumed=tuple(name for name in _DEFAULTS if name not in table))
+
+
+def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table of a file that may give no more than products, memory and bandwidths, with all the rest.
+
+    Where ``efficiency`` is left out, ``product_flops`` are those of a data sheet. A single number for a link is the bus
+    bandwidth of large messages.
+    """
+    given: dict[str, Any] = {**_DEFAULTS, **table}
+    if "reserved" not in table and _is_number(given.get("memory")):
+        given["reserved"] = min(_DEFAULTS["reserved"], 0.05 * given["memory"])
+    rates = given.get("product_flops")
+    if isinstance(rates, Mapping) and rates and "float32" not in rates and all(map(_is_number, rates.values())):
+        given["product_flops"] = {**rates, "float32": min(rates.values()) / 16}  # as of an A100 or an H100
+    for link, latency in zip(_LINKS, ("latency_within", "latency_between"), strict=True):
+        rate: Any = given.get(link)
+        if _is_number(rate) and rate > 0 and _is_number(given[latency]):
+            given[link] = [[size, size / (given[latency] + size / rate)] for size in _SIZES]
+    return given
 
 
 def _check_values(table: Mapping[str, Any], path: Path) -> None:
@@ -150,10 +187,16 @@ def _check_values(table: Mapping[str, Any], path: Path) -> None:
         may_be_zero = name in _MAY_BE_ZERO
         if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
             raise ValueError(f"{path}: {name}={value!r}; use a number {'of 0 or more' if may_be_zero else 'above 0'}")
+    if not isinstance(table["name"], str):
+        raise ValueError(f"{path}: name={table['name']!r}; use text in quotes")
+    if table["devices_per_node"] != int(table["devices_per_node"]):
+        raise ValueError(f"{path}: devices_per_node={table['devices_per_node']!r}; use a whole number")
     for name in _LINKS:
         points = table[name]
         if not isinstance(points, Sequence) or not points or not all(map(_is_point, points)):
             raise ValueError(f"{path}: {name} needs pairs of bytes and bytes per second above 0, such as [[1e6, 1e9]]")
+        if len({size for size, _ in points}) < len(points):
+            raise ValueError(f"{path}: {name} has two bandwidths for the same number of bytes")
 
 
 def _is_point(point: Any) -> bool:

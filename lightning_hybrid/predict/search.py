@@ -23,7 +23,7 @@ from lightning_hybrid.predict.plans import (
     simplest_of_tied,
 )
 from lightning_hybrid.predict.time import predict_time
-from lightning_hybrid.text import sized
+from lightning_hybrid.text import counted, sized
 
 _STARTS = 16  # meshes from which options are improved one by one
 _MOST_DEVICES = 1_000_000
@@ -250,24 +250,27 @@ class _Search:
             if candidates.ranks % product:
                 sizes = spelled_fields({name: candidates.fixed[name] for name in names}).replace(", ", " * ")
                 return PlanError(
-                    f"no layout of {costs.name} fits {candidates.ranks} devices: {sizes} as set"
+                    f"no layout of {costs.name} fits {counted(candidates.ranks, 'device')}: {sizes} as set"
                     f" does not divide {candidates.ranks}; set other sizes, or a number of devices that is a multiple"
                     f" of {product}",
                     entry="plan-nothing-fits",
                 )
             batch = f"{candidates.batch} samples" + (" per replica" if candidates.is_replica_batch else "")
             return PlanError(
-                f"no layout of {costs.name} fits {candidates.ranks} devices: a batch of {batch}, {costs.num_layers}"
-                f" layers and {costs.heads or 'an unknown number of'} heads cannot be divided over them"
-                f"{_fixed_words(candidates.fixed)}; set the batch or the devices so that one divides the other",
+                f"no layout of {costs.name} fits {counted(candidates.ranks, 'device')}: a batch of {batch},"
+                f" {costs.num_layers} layers and {costs.heads or 'an unknown number of'} heads cannot be divided over"
+                f" them{_fixed_words(candidates.fixed)}; set the batch or the devices so that one divides the other",
                 entry="plan-nothing-fits",
             )
-        nearest = min(self.plans.values(), key=lambda plan: plan.memory.least)
+        nearest = min(self.plans.values(), key=lambda plan: plan.memory.missing)
         memory = nearest.memory
+        needs = f"{sized(memory.least)} ({nearest.largest_terms})"
+        if memory.least <= memory.capacity:
+            needs = f"{sized(memory.host)} of a node's host of {sized(memory.host_capacity)}"
         return PlanError(
-            f"no layout of {costs.name} fits {candidates.ranks} devices of {sized(memory.capacity)}: the nearest,"
-            f" {spelled(nearest.layout)}, needs {sized(memory.least)} ({nearest.largest_terms}), which is"
-            f" {sized(memory.least - memory.capacity)} too much{_fixed_words(candidates.fixed)}; {self._advice()}",
+            f"no layout of {costs.name} fits {counted(candidates.ranks, 'device')} of {sized(memory.capacity)}: the"
+            f" nearest, {spelled(nearest.layout)}, needs {needs}, which is {sized(memory.missing)} too"
+            f" much{_fixed_words(candidates.fixed)}; {self._advice()}",
             entry="plan-nothing-fits",
         )
 

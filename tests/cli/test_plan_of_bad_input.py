@@ -47,7 +47,7 @@ def plan(tmp_path, capsys):
         ("num_experts_per_tok", 9, "num_experts_per_tok=9 is more than num_local_experts=8"),
         ("num_experts_per_tok", 0, "num_experts_per_tok=0; use a whole number from 1"),
         ("num_local_experts", -8, "num_local_experts=-8; use a whole number from 0"),
-        ("model_type", 3, "model_type=3; use a name"),
+        ("model_type", 3, "model_type=3; use text"),
         ("architectures", "LlamaForCausalLM", "architectures='LlamaForCausalLM'; use a list of names"),
         ("hidden_act", ["silu"], "hidden_act=['silu']; use a name"),
         ("tie_word_embeddings", "no", "tie_word_embeddings='no'; use true or false"),
@@ -82,13 +82,14 @@ def test_models_of_other_layers(plan, config, words):
 @pytest.mark.parametrize(
     ("config", "note"),
     [
-        ({"model_type": "tomorrow"}, "note: model_type 'tomorrow' is not known: equal layers"),
+        ({"model_type": "tomorrow", "num_memories": 4}, "note: not counted: num_memories of model_type 'tomorrow'"),
+        ({"sliding_window": 512}, "note: not counted: sliding_window of model_type"),
         ({"max_position_embeddings": 1024}, "note: samples of 2,048 tokens are longer than max_position_embeddings"),
         ({"text_config": LLAMA, "vision_config": {"hidden_size": 8}}, "note: vision_config: not counted"),
         ({"num_local_experts": 4}, "note: the configuration names no num_experts_per_tok: one expert"),
     ],
 )
-def test_what_is_noted(plan, config, note):
+def test_what_gets_a_note(plan, config, note):
     status, text = plan({**LLAMA, **config})
     assert status == 0 and note in text
 

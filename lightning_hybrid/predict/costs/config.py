@@ -6,6 +6,7 @@ A value that no transformer has is refused by its name. What is left out of the 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,16 +35,16 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "alibi", "use_alibi")
 _DROPOUTS = ("hidden_dropout_prob", "resid_pdrop", "dropout")
 _OF_TEXT = ("text_config", "llm_config", "language_config")
-# Models whose layers are those that are counted: attention, and an MLP or experts. Others get a note.
-_COUNTED = (
-    "llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
-    "gemma3_text", "phi", "phi3", "phimoe", "olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite",
-    "granitemoe", "stablelm", "starcoder2", "smollm3", "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_oss", "opt", "bloom",
-    "mpt", "codegen", "nemotron", "glm", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "bert", "roberta",
-    "xlm-roberta", "camembert", "distilbert", "modernbert",
+# Keys of sizes, such as num_memory_tokens or window_size: those that nothing here reads get a note.
+_SIZE = re.compile(
+    r"^(num|n)_|_(size|dim|rank|layers|heads|width|window|groups?|interval|period|step|experts|replace)$"
+)
+_NO_COSTS = (
+    "type_vocab_size", "rotary_dim", "n_ctx", "n_group", "topk_group", "no_rope_layer_interval", "max_window_layers",
+    "num_labels", "num_return_sequences",
 )  # fmt: skip
-# Keys, or beginnings of keys, of layers with a recurrent state.
-_RECURRENT = ("state_size", "ssm_", "mamba_", "time_step_", "lru_width", "attention_hidden_size", "linear_num_")
+# Beginnings and ends of keys of layers with a recurrent state.
+_RECURRENT = ("ssm_", "time_step_", "lru_width", "attention_hidden_size", "linear_num_"), ("state_size", "d_state")
 _KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types")
 _ATTENTION = frozenset(("full_attention", "sliding_attention", "chunked_attention", "attention"))
 _INSTEAD = "; give the module instead of its configuration: its step is recorded"
@@ -126,7 +127,7 @@ class ModelConfig:
         """The name of the architecture; empty if there is none."""
         name = self.content.get("model_type") or ""
         if not isinstance(name, str):
-            raise ValueError(f"model_type={_short(name)}; use a name such as 'llama'")
+            raise ValueError(f"model_type={_short(name)}; use text")
         return name
 
     @property
@@ -212,8 +213,9 @@ class ModelConfig:
         content = self.content
         if content.get("is_encoder_decoder") or "num_decoder_layers" in content or "decoder_layers" in content:
             raise ValueError(f"{name} has an encoder and a decoder, and layers of one kind are counted{_INSTEAD}")
-        recurrent = next((key for key in content if key.startswith(_RECURRENT) and content[key] is not None), None)
-        if recurrent is not None:
+        begins, ends = _RECURRENT
+        found = (key for key in content if key.startswith(begins) or key.endswith(ends))
+        if recurrent := next((key for key in found if content[key] is not None), ""):
             raise ValueError(f"{name} has layers with a recurrent state ({recurrent}), which are not counted{_INSTEAD}")
         for key in _KINDS_OF_LAYERS:
             kinds = content.get(key) or ()
@@ -242,11 +244,18 @@ class ModelConfig:
             most = f"{self.key('experts')}={self.experts}"
             raise ValueError(f"{self.key('experts_per_token')}={chosen} is more than {most}; a token takes each once")
 
+    def _is_unread_size(self, key: str, positions: int) -> bool:
+        value = self.content[key]
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value > 1
+        is_read = key in _NO_COSTS or any(key in names for names in _NAMES.values())
+        is_wide = "window" in key and is_number and value >= positions
+        return is_number and _SIZE.search(key) is not None and not is_read and not is_wide
+
     def notes(self, positions: int) -> Iterator[str]:
         """Yield what is left out of the costs, or may be."""
-        name, longest = self.model_type, self.size("positions")
-        if name and name not in _COUNTED:
-            yield f"model_type {name!r} is not known: equal layers of attention and an MLP are counted"
+        longest = self.size("positions")
+        if unread := ", ".join(key for key in self.content if self._is_unread_size(key, positions)):
+            yield f"not counted: {unread} of model_type {self.model_type!r}; its layers are counted as equal"
         if self.left_out:
             yield f"{', '.join(self.left_out)}: not counted, only the language model is"
         if not self.activation:
