@@ -139,14 +139,15 @@ class _Result(NamedTuple):
 class Comparison:
     """Runs a step on a batch and on its parts, to compare them. All effects of the step are rolled back.
 
-    A step that draws random numbers, or returns no loss, is not compared.
+    A step that draws random numbers, or returns no loss, is not compared. All ranks run it equally often, whatever
+    numbers it gives on one of them: in each run, layers and the user's code may communicate.
     """
 
     root: nn.Module  # the user's module; this rank can run it
     step: Callable[[Any], Any]  # the user's step, of a batch
     randomness: KeyedRandomness  # its generators are restored
     context: Callable[[], AbstractContextManager[Any]]  # entered around each run of the step
-    any_rank: Callable[[bool], bool]  # returns whether a condition holds on any rank
+    largest: Callable[[int], int]  # returns the largest number of all ranks; collective
     is_fatal: Callable[[Exception], bool]  # whether an error of the step is raised; otherwise nothing is compared
     around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # entered around each backward
     # copies of these are called inside of a step; what they return is no mean over parts
@@ -168,6 +169,7 @@ class Comparison:
         runs = [[batch], *(parts for parts, _ in partitions)]
         with FrequencyScaling() as lookups:
             found = self._all_results(runs, count)
+        is_lost = self._any_rank(found is None or bool(lookups.line))
         if found is None or lookups.line:
             return LossWeighting(scaled=lookups.line)
         if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
@@ -180,7 +182,7 @@ class Comparison:
         hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
         hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
         sums = {key: logged[key].full for key, how in hows.items() if how == ["sum"] and logged[key].full.is_integer()}
-        by_chance = self._coincidences(sums, batch, dtype) if splitter is None else {}
+        by_chance = self._coincidences(sums, batch, dtype) if splitter is None and not is_lost else {}
         hows |= {key: [] for key in by_chance}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
         reductions = tuple((key, how[0]) for key, how in hows.items() if _is_decided(how))
@@ -215,18 +217,24 @@ class Comparison:
 
         Halves often have as many entries above their means as the batch has above its own; single samples have none.
         """
-        parts = split(copied_batch(batch), min(batch_size_of(batch) or 1, MOST_PARTS))[0] if sums else []
-        found = (self._all_results([parts], len(parts)) if len(parts) > 2 else None) or []
+        if not self._any_rank(bool(sums)):
+            return {}
+        count = -self.largest(-min(batch_size_of(batch) or 1, MOST_PARTS))  # as many as each rank has samples for
+        found = (self._all_results([split(copied_batch(batch), count)[0]], count) if count > 2 else None) or []
         logs = [one.logs for one in found]
         made = {key: sum(each[key] for each in logs) for key in sums if logs and all(key in each for each in logs)}
         return {key: number for key, number in made.items() if not is_same(sums[key], number, dtype)}
 
     def _all_results(self, partitions: Sequence[Sequence[Any]], count: int) -> list[_Result] | None:
         """The results of ``_results`` with all numbers that each part leaves."""
-        found = self._results(partitions, count, trains_root=True) or self._results(partitions, count)
+        found = self._results(partitions, count, trains_root=True)
+        found = self._results(partitions, count) if self._any_rank(found is None) else found
         for one, numbers in zip(found, numbers_of([one.left for one in found]), strict=True) if found else ():
             one.logs.update(numbers.items())
         return found
+
+    def _any_rank(self, condition: bool) -> bool:
+        return bool(self.largest(int(condition)))
 
     def _lost(self, left: Sequence[Left], partition: tuple[Sequence[Any], Sequence[float]], dtype: torch.dtype) -> str:
         """A tensor that the batch leaves, and its parts as joined do not; "" if there is none."""
@@ -237,12 +245,7 @@ class Comparison:
         return ""
 
     def _results(
-        self,
-        partitions: Sequence[Sequence[Any]],
-        count: int,
-        *,
-        with_graph: bool = False,
-        trains_root: bool = False,
+        self, partitions: Sequence[Sequence[Any]], count: int, *, with_graph: bool = False, trains_root: bool = False
     ) -> list[_Result] | None:
         """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
 
@@ -250,7 +253,7 @@ class Comparison:
         batch, and its even split) only. One that fails without a graph, as it takes a gradient itself, is run again
         with one.
         """
-        found: list[_Result] = []
+        found, is_comparable = list[_Result](), True
         with undone_runs(self.root, self.randomness, trains=False, trains_root=trains_root) as before:
             try:
                 for parts in partitions:
@@ -259,22 +262,20 @@ class Comparison:
                         self.left.begin()
                         loss, dtype, logs, output = self._run(part, with_graph=with_graph)
                         if not isinstance(loss, Tensor) or loss.numel() != 1:
-                            return None
-                        numbers = _numbers(logs, self.metrics.take_numbers())
-                        of_parts.append(
-                            _Result(float(loss.detach()), dtype, numbers, self.left.of(output), _flags(logs))
-                        )
+                            is_comparable = False  # other ranks may have losses, so it goes on
+                            continue
+                        numbers, flags = _numbers(logs, self.metrics.take_numbers()), _flags(logs)
+                        of_parts.append(_Result(float(loss.detach()), dtype, numbers, self.left.of(output), flags))
                     found += of_parts
-                if not before.are_unchanged():
-                    return None
+                is_comparable &= before.are_unchanged()
             except Exception as error:  # the step needs a graph, more samples, or more memory than there is
                 if self.is_fatal(error):
                     raise
-                if is_out_of_memory(error) or (found and (len(found) <= count or not before.are_unchanged())):
-                    return None
-        if not found and not with_graph:
+                is_short = found and (len(found) <= count or not before.are_unchanged())
+                is_comparable &= not (is_out_of_memory(error) or is_short)
+        if not with_graph and self._any_rank(is_comparable and not found):
             return self._results(partitions, count, with_graph=True, trains_root=trains_root)
-        return found or None
+        return found if found and is_comparable else None
 
     def _run(self, part: Any, *, with_graph: bool) -> tuple[Any, torch.dtype, LogCapture, Any]:
         """Run the step; its loss, the dtype of its rounding, what it logs, and its output."""
@@ -300,7 +301,7 @@ class Comparison:
     ) -> LossWeighting:
         """Add which way to weigh parts gives the gradients of their batch, if code of the user runs in its backward.
 
-        Collective over the ranks of ``any_rank``: a layer may be gathered from all of them. The step runs in training
+        Collective over the ranks of ``largest``: a layer may be gathered from all of them. The step runs in training
         mode without dropout.
 
         Args:
@@ -315,7 +316,7 @@ class Comparison:
         is_nonlinear |= any(map(has_backward_hooks, self.root.modules()))
         if calls_hooks:
             is_nonlinear |= any(parameter._backward_hooks for parameter in parameters)
-        if not self.any_rank(is_nonlinear and all(given[2])):
+        if not self._any_rank(is_nonlinear and all(given[2])):
             return found
         with undone_runs(self.root, self.randomness, parameters) as runs:
             try:
@@ -333,13 +334,15 @@ class Comparison:
         return found._replace(norms=norms)
 
     def _gradients(self, parameters: Sequence[nn.Parameter], part: Any, seed: float) -> list[Tensor | None]:
-        """The gradients in the shapes of the parameters, if the gradient of the loss is ``seed``."""
+        """The gradients in the shapes of the parameters, if the gradient of the loss is ``seed``; none if it is 0."""
         loss, dtype, *_ = self._run(copied_batch(part), with_graph=True)
+        if not seed and not (isinstance(loss, Tensor) and loss.requires_grad):
+            return []  # it has run as on other ranks; otherwise the loss may be 0 / 0
         if dtype is torch.float16:
             raise TypeError("gradients of half precision are too coarse for a comparison")
         with self.around_backward():
             found = torch.autograd.grad([loss], parameters, [torch.full_like(loss, seed)], allow_unused=True)
-        return [one if one is None else one.to_dense() if one.is_sparse else one for one in found]
+        return [one if one is None else one.to_dense() if one.is_sparse else one for one in found] if seed else []
 
     def _compared(
         self,
@@ -364,8 +367,7 @@ class Comparison:
             """The largest relative error of the gradients of a parameter, and the norm of all of them."""
             sums: list[Tensor | None] = [None] * len(full)
             for part, factor, seed in zip(parts, factors, seeds, strict=True):
-                new = self._gradients(parameters, part, seed) if seed else ()  # else it may have no loss: 0 / 0
-                for index, one in enumerate(new):
+                for index, one in enumerate(self._gradients(parameters, part, seed)):
                     if one is not None:
                         before = sums[index]
                         sums[index] = one * factor if before is None else before + one * factor

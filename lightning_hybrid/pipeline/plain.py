@@ -253,8 +253,7 @@ class PlainRunner(MicrobatchRunner):
             return None
 
         def learn(has_code: bool) -> bool:
-            self.active.settle()  # other ranks may still gather layers of their forwards
-            self._has_backward_code = self._sharing.any_rank(has_code)
+            self._has_backward_code = bool(self._largest(int(has_code)))
             self._is_stopped = self._has_backward_code and share.is_complete and not backwards.weighs
             return self._is_stopped
 
@@ -368,21 +367,24 @@ class PlainRunner(MicrobatchRunner):
         batch = call.batch
         # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
-            how = self._sharing.any_rank, self._is_fatal, self.guards.off, self._metrics.calls
+            how = self._largest, self._is_fatal, self.guards.off, self._metrics.calls
             left = LeftValues(self._root, reads_output=call.shares_output)
             comparison = Comparison(self._root, once, self._randomness, around, *how, left)
             found = comparison.measure(batch, count, self.splitter)
+            if has_room:
+                found = comparison.with_gradients(
+                    found,
+                    halves(batch, count, self.splitter),
+                    is_nonlinear=bool(self._has_backward_code),
+                    calls_hooks=self._sharing.size > 1,
+                )
             self.active.settle()  # what follows is collective, and other ranks may still gather layers
-            if not has_room:
-                return found
-            found = comparison.with_gradients(
-                found,
-                halves(batch, count, self.splitter),
-                is_nonlinear=bool(self._has_backward_code),
-                calls_hooks=self._sharing.size > 1,
-            )
-            self.active.settle()
         return found
+
+    def _largest(self, number: int) -> int:
+        """The largest number of all ranks inside of a step; collective."""
+        self.active.settle()  # other ranks may still gather layers of their forwards
+        return self._sharing.max_over_ranks(number)
 
     def request_weighting_check(self, batch: Any) -> None:
         """Request a comparison of the next training batch if it can show the weights of its shares; collective."""

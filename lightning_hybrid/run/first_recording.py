@@ -20,6 +20,7 @@ from lightning_hybrid.batch.split import (
     split,
     why_unsplit,
 )
+from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.errors import UnfitError, is_out_of_memory
 from lightning_hybrid.pipeline.measure import (
     Comparison,
@@ -170,7 +171,10 @@ def warn_of_mixed_samples(setting: Setting, runner: StepRunner, call: Call) -> N
 def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWeighting, bool, bool]:
     """How the halves of a batch weigh in its loss and gradients, whether by recorded means, and if there was memory."""
     had_no_room, randomness = False, KeyedRandomness(0, setting.device)
-    agree = partial(setting.trainer.strategy.reduce_boolean_decision, all=False)
+
+    def largest(number: int) -> int:
+        setting.world.rendezvous("a common decision", asks=False)
+        return max(gather_on_all(number, setting.world.mesh.group("world")))
 
     def step(part: Any) -> Any:
         return call.on(part)()
@@ -181,7 +185,7 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
         return False
 
     metrics = runner.metrics.calls
-    comparison = Comparison(setting.module, step, randomness, call.context, agree, note, metrics=metrics)
+    comparison = Comparison(setting.module, step, randomness, call.context, largest, note, metrics=metrics)
     with runner.metrics.step():
         found = measured = comparison.measure(call.batch, 2, None)
     compared = runner.compare_recorded_means(call, note)

@@ -105,6 +105,33 @@ class AboveMean(Logs):
         return F.cross_entropy(out, batch[1])
 
 
+class Meets(Logs):
+    """Replicas meet in the step; only the first one's sums are whole numbers."""
+
+    def training_step(self, batch):
+        x = batch[0] + 0.3 * self.global_rank
+        self.log("sums", self.all_gather(x.sum()).sum())
+        self.log("sum", x.sum())
+        return F.cross_entropy(self.body(x), batch[1])
+
+
+class MeetsWithoutLoss(Meets):
+    """Half of the first replica's batch has no loss."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return None if not self.global_rank and len(batch[0]) == 4 and batch[0][0, 0] == 0 else loss
+
+
+def met(module_class):
+    warnings.simplefilter("ignore")
+    data = TensorDataset(torch.arange(32).double().reshape(8, 4), torch.arange(8) % CLASSES)
+    module = module_class()
+    trainer = trainer_of(2, use_distributed_sampler=False, strategy_options={"num_microbatches": 2})
+    trainer.fit(module, DataLoader(data, 8))
+    return module.found
+
+
 def trained(module_class, world=1, options=None, samples=12):
     warnings.simplefilter("ignore")
     generator = torch.Generator().manual_seed(0)
@@ -171,3 +198,9 @@ def test_numbers_that_are_zero_at_first(worlds, options):
     for found in worlds.run(world, trained, Late, world, options, 14):
         for step, wanted in zip(found, expected, strict=True):
             assert step == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("module", [Meets, MeetsWithoutLoss])
+def test_replicas_that_meet_in_a_step_are_compared_equally_often(worlds, module):
+    for found in worlds.run(2, met, module):
+        assert found == [pytest.approx({"sums": 2 * 496 + 9.6, "sum": 496 + 4.8})]
