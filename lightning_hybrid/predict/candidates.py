@@ -229,6 +229,8 @@ class Candidates:
             yield {"sequence_parallel": not layout.sequence_parallel}
         for kind in self._kinds_of_recomputation():
             yield {"recompute": kind}
+        if allowed.chunked_loss and any(layer.float32_saved or layer.loss_saved for layer in self.costs.layers):
+            yield {"chunked_loss": not layout.chunked_loss}
         if allowed.offload:
             yield self._other_offload(layout)
 

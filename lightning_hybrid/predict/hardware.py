@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ class Hardware:
         is_host: Whether the devices are the host's own cores, so that nothing is offloaded to it.
         direct_links: Whether each device of a node has links of its own to each other one, without a switch: n of N
             devices then use ``(n - 1) / (N - 1)`` of their links.
+        peak_flops: FLOP/s of the data sheet, without sparsity, by number format, for MFU alone; ``product_flops`` where
+            they are left out.
         assumed: Names of what the file does not give, for which there is a default.
     """
 
@@ -103,7 +105,12 @@ class Hardware:
     is_host: bool = False
     direct_links: bool = False
     host_memory: float = math.inf
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+
+    def peak(self, number_format: str) -> float:
+        """FLOP/s of the data sheet, or of the largest measured product where the file has none."""
+        return self.peak_flops.get(number_format) or self.product_flops.get(number_format, math.inf)
 
 
 def preset_names() -> list[str]:
@@ -139,7 +146,7 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
         ValueError: A key is missing or unknown, or a value is impossible.
     """
     wanted = set(Hardware.__dataclass_fields__) - {"assumed"}
-    optional = {*_FLAGS, "host_memory", "sources"}
+    optional = {*_FLAGS, "host_memory", "peak_flops", "sources"}
     given = with_defaults(table)
     given.setdefault("name", path.stem)
     missing, unknown = wanted - set(given) - optional, set(given) - wanted - optional
@@ -175,15 +182,17 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_values(table: Mapping[str, Any], path: Path) -> None:
     """Refuse values that are no numbers, negative, or 0 where a rate or a size is needed."""
-    others = ("name", *_FLAGS, "product_flops", *_LINKS)
+    others = ("name", *_FLAGS, "product_flops", "peak_flops", *_LINKS)
     single = {name: value for name, value in table.items() if name not in others}
     for flag in _FLAGS:
         if not isinstance(table.get(flag, False), bool):
             raise ValueError(f"{path}: {flag}={table[flag]!r}; use true or false")
-    rates = table["product_flops"]
-    if not isinstance(rates, Mapping) or not rates:
-        raise ValueError(f"{path}: product_flops={rates!r}; use FLOP/s by number format, such as {{ float32 = 1e12 }}")
-    for name, value in {**single, **{f"product_flops.{dtype}": rate for dtype, rate in rates.items()}}.items():
+    tables = {name: table[name] for name in ("product_flops", "peak_flops") if name in table}
+    for name, rates in tables.items():
+        if not isinstance(rates, Mapping) or not rates:
+            raise ValueError(f"{path}: {name}={rates!r}; use FLOP/s by number format, such as {{ float32 = 1e12 }}")
+        single |= {f"{name}.{dtype}": rate for dtype, rate in rates.items()}
+    for name, value in single.items():
         may_be_zero = name in _MAY_BE_ZERO
         if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
             raise ValueError(f"{path}: {name}={value!r}; use a number {'of 0 or more' if may_be_zero else 'above 0'}")

@@ -49,6 +49,7 @@ FORMATS = {
 }
 
 
+FLOAT8 = "float8"  # of the command: this package's, of linear layers in a run in bf16-mixed
 _OTHER_NAMES = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "64": "64-true"}
 _SAME_BYTES = {"16-true": "bf16-true", "64-true": "32-true"}
 
@@ -218,6 +219,7 @@ class Allowed:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO
     recompute: tuple[str, ...] = RECOMPUTED  # kinds of recomputation, the most frugal last
     offload: bool = True  # whether the host may hold something
+    chunked_loss: bool = False  # whether a loss over classes may be computed in chunks
 
 
 _SIZE_OPTIONS = {
@@ -353,6 +355,7 @@ def simplicity(layout: PlanLayout) -> tuple[float, ...]:
         sum(size > 1 for size in layout.mesh) - (layout.data > 1),
         bool(layout.offload),
         layout.zero_stage,
+        layout.chunked_loss,
         RECOMPUTED.index(layout.recompute),
         layout.replicate > 1 and layout.zero_stage > 0,
         layout.stages_per_rank,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hybrid.predict.costs.layers import ModelCosts
+from lightning_hybrid.predict.costs.layers import LayerCosts, ModelCosts
 from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
 
 # Names of each size over the architectures, the most common first.
@@ -64,7 +64,16 @@ def costs_from_config(config: Mapping[str, Any], positions: int, name: str = "")
     """
     read = ModelConfig.read(config)
     costs = transformer_costs(shape_from_config(config, positions), name or read.model_type or "transformer")
-    return dataclasses.replace(costs, notes=(*costs.notes, *read.notes(positions)))
+    layers = tuple(_with_selective(layer) if layer.repeats else layer for layer in costs.layers)
+    return dataclasses.replace(costs, layers=layers, notes=(*costs.notes, *read.notes(positions)))
+
+
+def _with_selective(layer: LayerCosts) -> LayerCosts:
+    """Under selective recomputation a layer keeps its input, and the results of its products and of attention."""
+    kept = sum(each.rows * each.columns for each in layer.products if each.has_weight and each.sharded != "inner")
+    scored = [each for each in layer.products if each.is_attention]
+    kept += sum(each.rows * each.columns * each.count for each in scored[-1:])
+    return dataclasses.replace(layer, selective_saved=min(layer.saved, layer.replicated_saved + kept))
 
 
 def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerShape:
