@@ -275,6 +275,11 @@ class _Search:
         )
 
     def _advice(self) -> str:
+        if self.candidates.costs.has_images:
+            return "share the rows of images by spatial_parallel_size (docs/spatial.md), or " + self._more_devices()
+        return self._more_devices()
+
+    def _more_devices(self) -> str:
         factor = 2
         while factor <= _LARGEST_CLUSTER:
             ranks = self.candidates.ranks * factor
