@@ -3,6 +3,7 @@
 PYTHONPATH=. python .ci/planner_page.py
 """
 
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,21 +14,24 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / ".ci" / "pictures"), str(ROOT / "benchmarks" / "published"), str(ROOT / "benchmarks")]
 
 import planner_memory  # noqa: E402
-from compare_times import (  # noqa: E402
+from leave_one_out import (  # noqa: E402
+    CONSTANT_NAMES,
+    PRIORS,
     Comparison,
-    compare,
-    errors,
-    fastest_is_tied,
+    Evaluation,
+    by_source,
     groups_of,
-    layout_text,
+    mean_error,
     rank_correlation,
-    size_text,
     source_of,
+    usable_runs,
 )
-from errors_by_term import ordered_pairs, repeats, spread, terms, without_unsteady  # noqa: E402
-from runs_not_in_the_fit import compare_others  # noqa: E402
+from published_runs import PublishedRun  # noqa: E402
 from scatter import draw_scatter  # noqa: E402
-from scipy.stats import spearmanr  # noqa: E402
+
+from lightning_hybrid.predict.evidence import UNCALIBRATED  # noqa: E402
+from lightning_hybrid.predict.layer_time import CONSTANTS  # noqa: E402
+from lightning_hybrid.predict.plans import TIME_ERROR  # noqa: E402
 
 CI = Path(__file__).parent
 TARGETS = {
@@ -35,7 +39,7 @@ TARGETS = {
     CI / "predictions_page.md": ROOT / "benchmarks" / "published" / "predictions.md",
 }
 PICTURES = ROOT / "docs" / "pictures"
-BOUND = 0.2  # of an error, for 95 % of the runs
+KINDS = "dense", "mixtures"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -44,127 +48,68 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
-def by_source(comparisons: Sequence[Comparison]) -> str:
-    """Errors of each source."""
+@functools.cache
+def evaluation() -> Evaluation:
+    """The fit of all runs, and those without a source."""
+    return Evaluation(usable_runs())
+
+
+def of_kind(comparisons: Iterable[Comparison], kind: str) -> list[Comparison]:
+    """Those of dense models, or of mixtures."""
+    return [each for each in comparisons if each.kind == kind]
+
+
+def sources() -> str:
+    """Errors of each source, seen and left out."""
+    seen = groups_of(evaluation().fitted, by_source)
     rows = []
-    for source, group in groups_of(comparisons, source_of).items():
-        found, signed = errors(group), [each.error for each in group]
-        numbers = (found.mean(), np.median(found), np.quantile(found, 0.95))
-        counted = f"{np.mean(signed):+.1%}", str(sum(found > BOUND))
-        rows.append([source, str(len(group)), *(f"{value:.1%}" for value in numbers), *counted])
-    head = ["source", "runs", "mean error", "median", "95 % under", "mean, signed", f"over {BOUND:.0%}"]
-    return table(head, rows)
+    for source, group in groups_of(evaluation().unseen, by_source).items():
+        errors = mean_error(seen[source]), mean_error(group)
+        signed = f"{np.mean([each.error for each in group]):+.1%}"
+        order = f"{rank_correlation(group):.2f}" if len(group) > 3 else ""
+        rows.append([source, str(len(group)), *(f"{error:.1%}" for error in errors), signed, order])
+    return table(["source", "runs", "mean error", "left out", "left out, signed", "order"], rows)
 
 
-def by_day(comparisons: Sequence[Comparison]) -> str:
-    """Orders of layouts measured on one day."""
+def by_table() -> str:
+    """Errors of each table of a source."""
     rows = []
-    for day, group in groups_of(comparisons, lambda each: each.run.group).items():
-        if "prequel" in day and len(group) > 2:
-            seconds = spearmanr([each.measured for each in group], [each.predicted.seconds for each in group])[0]
-            tied = "yes" if fastest_is_tied(group) else "no"
-            pairs, right = ordered_pairs(group)
-            found = (
-                f"{seconds:.2f}",
-                f"{rank_correlation(group):.2f}",
-                f"{right} of {pairs}",
-                f"{2 * right / pairs - 1:.2f}",
-            )
-            rows.append([day.split(" | ")[-1], str(len(group)), *found, tied])
-    head = ["day", "layouts", "correlation of step times", "of times per operation"]
-    head += ["pairs over 3 % apart in order", "correlation over these", "fastest among the tied best"]
-    return table(head, rows)
+    for name, group in groups_of(evaluation().fitted, lambda each: each.run.group).items():
+        rows.append([name, str(len(group)), f"{mean_error(group):.1%}", f"{np.mean([e.error for e in group]):+.1%}"])
+    return table(["table", "runs", "mean error", "mean, signed"], rows)
 
 
-def sc21_orders(comparisons: Sequence[Comparison]) -> str:
-    """Rank correlations of the two tables of SC'21."""
+def constants() -> str:
+    """What is fitted, with its prior and the sources that say most about it."""
     rows = []
-    for name, group in groups_of(comparisons, lambda each: each.run.group).items():
-        if name.startswith("SC'21"):
-            rows.append([name, str(len(group)), f"{errors(group).mean():.1%}", f"{rank_correlation(group):.2f}"])
-    return table(["table", "runs", "mean error", "rank correlation of times per operation"], rows)
+    for name, (mean, deviation) in PRIORS.items():
+        value = evaluation().whole.values[name]
+        carried = list(evaluation().linear.carried_by(name).items())[:3]
+        words = ", ".join(f"{source} {share:.0%}" for source, share in carried if share >= 0.1)
+        rows.append([name.replace("_", " "), f"{value:.3g}", f"{mean:g} ± {deviation:.0%}", words])
+    return table(["constant", "value", "prior", "carried by"], rows)
 
 
-def worst(comparisons: Sequence[Comparison]) -> str:
-    """The ten rows with the largest errors."""
+def size_text(run: PublishedRun) -> str:
+    """The sizes of a run's layout that are not 1."""
+    layout = run.layout
+    sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data, "cp": layout.context, "ep": layout.expert}
+    words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    if layout.zero_stage:
+        words.append(f"ZeRO-{layout.zero_stage}")
+    if layout.offload:
+        words.append("offload")
+    return " ".join([*words, f"microbatch {layout.microbatch}", f"batch {layout.batch}"])
+
+
+def worst() -> str:
+    """The rows with the largest errors."""
     rows = []
-    for each in sorted(comparisons, key=lambda each: -abs(each.error))[:10]:
-        where = ", ".join(each.run.group.split(" | ")[1:])
-        seconds = (f"{each.measured:.1f} s", f"{each.predicted.seconds:.1f} s")
-        rows.append([f"{each.run.model}, {layout_text(each)}", *seconds, f"{each.error:+.0%}", where])
+    for each in sorted(evaluation().fitted, key=lambda each: -abs(each.error))[:15]:
+        where = ", ".join(each.run.group.split(" | ")[1:]) or each.run.group
+        seconds = f"{each.run.seconds:.1f} s", f"{each.seconds:.1f} s"
+        rows.append([f"{each.run.model}, {size_text(each.run)}", *seconds, f"{each.error:+.0%}", where])
     return table(["run", "measured", "predicted", "error", "table"], rows)
-
-
-def by_term(comparisons: Sequence[Comparison]) -> str:
-    """Terms of the prediction, and how the residual depends on them."""
-    rows = []
-    for term in terms(comparisons)[0]:
-        factor = "" if term.factor is None else f"{term.factor:.2f}"
-        correlations = f"{term.correlation:+.2f}", f"{term.within:+.2f}"
-        rows.append([term.name, str(term.runs), f"{term.share:.1%}", *correlations, factor])
-    return table(["term", "runs over 1 %", "mean share", "correlation", "within sources", "fitted factor"], rows)
-
-
-def factors_by_source(comparisons: Sequence[Comparison]) -> str:
-    """The factor of the tensor ranks' term by the sources that have it."""
-    rows = []
-    for source, group in groups_of(comparisons, source_of).items():
-        found = {term.name: term for term in terms(group)[0]}
-        term = found.get("tensor ranks")
-        if term and term.share > 0.01 and term.factor is not None:
-            rows.append([source, str(term.runs), f"{term.share:.1%}", f"{term.factor:.2f}"])
-    return table(["source", "runs over 1 %", "mean share", "fitted factor"], rows)
-
-
-def repeated(comparisons: Sequence[Comparison]) -> str:
-    """How far runs of one and the same layout lie apart, by source."""
-    rows = []
-    for source, group in groups_of(comparisons, source_of).items():
-        groups = [[each.measured for each in same] for same in repeats(group)]
-        if groups:
-            found = [abs(value / np.mean(same) - 1) for same in groups for value in same]
-            numbers = (
-                f"{np.mean(found):.1%}",
-                f"{np.quantile(found, 0.95):.1%}",
-                f"{max(map(spread, repeats(group))):.0%}",
-            )
-            rows.append([source, str(len(groups)), str(len(found)), *numbers])
-    head = [
-        "source",
-        "layouts repeated",
-        "runs",
-        "mean distance from their mean",
-        "95 % under",
-        "largest over smallest",
-    ]
-    return table(head, rows)
-
-
-def steady(comparisons: Sequence[Comparison]) -> str:
-    """Errors without runs whose repeats lie far apart."""
-    layouts, days = without_unsteady(comparisons)
-    others = [each for each in comparisons if not each.run.hardware.name.startswith("v100")]
-    rows = []
-    for title, group in (
-        ("all", comparisons),
-        ("without layouts whose repeats differ by more than 20 %", layouts),
-        ("without the days of one table on which these were measured", days),
-        ("without V100", others),
-    ):
-        found = errors(group)
-        numbers = f"{found.mean():.1%}", f"{np.quantile(found, 0.95):.1%}", str(sum(found > BOUND))
-        rows.append([title, str(len(group)), *numbers])
-    return table(["runs of known shape", "runs", "mean error", "95 % under", f"over {BOUND:.0%}"], rows)
-
-
-def not_in_the_fit() -> str:
-    """Runs that no constant was fitted to."""
-    rows = []
-    for each in compare_others():
-        seconds = f"{each.measured:.2f} s", f"{each.predicted.seconds:.2f} s", f"{each.error:+.0%}"
-        recomputed = {"full": ", recomputed", "selective": ", scores recomputed"}.get(each.run.layout.recompute, "")
-        rows.append([each.run.source, f"{each.run.model}, {layout_text(each)}{recomputed}", *seconds])
-    return table(["source", "run", "measured", "predicted", "error"], rows)
 
 
 def memory_by_source() -> str:
@@ -199,35 +144,40 @@ def misjudged() -> str:
     return table(["what happened", "run", "predicted least", "device"], rows)
 
 
+def inside(comparisons: Iterable[Comparison]) -> str:
+    """The share of runs left out that the bar of an uncalibrated plan contains."""
+    found = [abs(1 / (1 + each.error) - 1) <= UNCALIBRATED[each.kind] for each in comparisons]
+    return f"{np.mean(found):.0%}"
+
+
 def pages() -> dict[Path, str]:
     """The text of the page and of the full report, by their paths."""
-    comparisons = compare()
-    known = [each for each in comparisons if each.run.known_shape]
-    found, peaks = errors(known), planner_memory.errors()
-    others = errors(compare_others())
+    seen, unseen, peaks = evaluation().fitted, evaluation().unseen, planner_memory.errors()
+    fitted = evaluation().whole.values
     values = {
-        "known": str(len(known)),
-        "all": str(len(comparisons)),
-        "mean": f"{found.mean():.1%}",
-        "p95": f"{np.quantile(found, 0.95):.0%}",
-        "by_source": by_source(comparisons),
-        "by_day": by_day(comparisons),
-        "sc21": sc21_orders(comparisons),
-        "worst": worst(comparisons),
-        "by_term": by_term(known),
-        "factors_by_source": factors_by_source(known),
-        "factors_left": f"{terms(known)[1]:.1%}",
-        "repeated": repeated(known),
-        "steady": steady(known),
-        "over": str(sum(found > BOUND)),
-        "not_in_the_fit": not_in_the_fit(),
-        "others_mean": f"{others.mean():.1%}",
+        "runs": str(len(seen)),
+        "fitted": f"{mean_error(seen):.1%}",
+        "inside": inside(unseen),
+        "left_no_v100": f"{mean_error(e for e in of_kind(unseen, 'dense') if 'v100' not in e.run.hardware.name):.1%}",
+        "by_source": sources(),
+        "by_table": by_table(),
+        "worst": worst(),
+        "bar_compared": f"{TIME_ERROR:.0%}",
+        "constants": constants(),
+        "devices": ", ".join(f"{name} {value:.2f}" for name, value in fitted.items() if name not in PRIORS),
         "memory_runs": str(len(peaks)),
         "memory_mean": f"{np.mean([abs(error) for *_, error in peaks]):.1%}",
         "memory_by_source": memory_by_source(),
         "memory_worst": memory_worst(),
         "misjudged": misjudged(),
+        **{name: f"{getattr(CONSTANTS, name):g}" for name in CONSTANT_NAMES},
     }
+    for kind in KINDS:
+        values[f"left_{kind}"] = f"{mean_error(of_kind(unseen, kind)):.1%}"
+        values[f"fitted_{kind}"] = f"{mean_error(of_kind(seen, kind)):.1%}"
+        values[f"order_{kind}"] = f"{rank_correlation(of_kind(unseen, kind)):.2f}"
+        values[f"inside_{kind}"] = inside(of_kind(unseen, kind))
+        values[f"bar_{kind}"] = f"{UNCALIBRATED[kind]:.0%}"
     texts = {}
     for template, target in TARGETS.items():
         text = template.read_text(encoding="utf-8")
@@ -241,8 +191,8 @@ def pages() -> dict[Path, str]:
 def pictures() -> dict[str, str]:
     """Return the pictures of the page by name."""
     points = {
-        source: [(each.measured, each.predicted.seconds) for each in group]
-        for source, group in groups_of(compare(), lambda each: source_of(each).split(",")[0]).items()
+        source: [(each.run.seconds, each.seconds) for each in group]
+        for source, group in groups_of(evaluation().fitted, lambda each: source_of(each.run)).items()
     }
     peaks: dict[str, list[tuple[float, float]]] = {}
     for run, size, _ in planner_memory.errors():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 
-from published_runs import HERE, PublishedRun
+from published_runs import DEEPSPEED_2021, HERE, PublishedRun, scaled_links
 
 from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
 from lightning_hybrid.predict.hardware import load_hardware
@@ -21,7 +21,10 @@ VOCABULARY, POSITIONS = 51200, 2048
 
 def published_sc21() -> list[PublishedRun]:
     """Return the 22 runs of both tables."""
-    selene = dataclasses.replace(load_hardware("a100-80"), name="a100-80, Selene", efficiency=0.95)
+    preset = load_hardware("a100-80")
+    efficiency = dict.fromkeys(preset.efficiency, 0.86)
+    selene = dataclasses.replace(preset, name="a100-80, Selene", efficiency=efficiency)
+    slow = dataclasses.replace(selene, between_nodes=scaled_links(selene.between_nodes, DEEPSPEED_2021))
     runs = []
     with (HERE / "sc21_tables.csv").open() as file:
         for index, row in enumerate(csv.DictReader(file)):
@@ -61,7 +64,7 @@ def published_sc21() -> list[PublishedRun]:
                     costs=transformer_costs(shape, f"GPT {layers}x{hidden}"),
                     layout=layout,
                     number_format=FORMATS["16-true, float32 master weights"],
-                    hardware=selene,
+                    hardware=slow if is_zero else selene,
                     seconds=flops / (size["tflops"] * 1e12 * size["devices"]),
                     memory=None,
                     ran_out=False,

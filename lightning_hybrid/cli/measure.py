@@ -62,14 +62,15 @@ def measure_machine(
         notes.append("Links within a node were not measured: there is one GPU. Their bandwidth is that of its host.")
     notes.append(f"Links between nodes are those of {like.name}." if like else "Links between nodes: as within one.")
     latency = links.sizes[0] / links.bandwidths[0]
+    product_flops = _product_flops(kind)
     return Hardware(
         name=name,
         memory=memory,
         reserved=reserved,
-        product_flops=_product_flops(kind),
+        product_flops=product_flops,
         memory_bandwidth=2 * _copy_bandwidth(kind, to_host=False),
         kernel_seconds=_kernel_seconds(kind),
-        efficiency=1.0,
+        efficiency=dict.fromkeys(product_flops, 1.0),
         devices_per_node=like.devices_per_node if like else num_devices,
         within_node=links,
         between_nodes=like.between_nodes if like else links,

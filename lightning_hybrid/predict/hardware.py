@@ -20,6 +20,15 @@ else:
 
 PRESETS = Path(__file__).with_name("presets")
 _FLAGS = ("is_host", "direct_links")
+_SHARES = ("efficiency", "attention")
+# Of products in 16 bits, what FlashAttention reaches where a file does not say.
+_ATTENTION = {"flash2": 0.6}
+_FLOPS = "FLOP/s by number format, such as { float32 = 1e12 }"
+_TABLES = {
+    "product_flops": _FLOPS,
+    "peak_flops": _FLOPS,
+    "attention": "shares by kernel, such as { flash2 = 0.6 }",
+}
 _LINKS = ("within_node", "between_nodes")
 # What a file may leave out. The efficiency is that of the H100 and its data sheet: 64 % of 989 TFLOP/s.
 _DEFAULTS: Mapping[str, Any] = {
@@ -68,14 +77,15 @@ class Hardware:
         product_flops: Largest measured FLOP/s of a matrix product, by number format ("bfloat16", "float8", ...).
         memory_bandwidth: Bytes per second of the device's memory.
         kernel_seconds: Least time between the starts of two kernels.
-        efficiency: The one constant per hardware by which the time of computation is divided.
+        efficiency: Share of ``product_flops`` that products in a training step reach, by number format; a file may give
+            one number for all.
         devices_per_node: Devices that share the links within a node.
         within_node: Bus bandwidth between all devices of a node.
         between_nodes: Bus bandwidth per node over all its adapters, when all its devices take part.
         latency_within: Seconds of one message within a node.
         latency_between: The same between nodes.
-        overlap: Share of the computation's time in which collectives over replicas run beside it: near 1 where adapters
-            read the devices' memory, 0 where the host drives them (Omni-Path).
+        overlap: Share of a collective's time that computation beside it hides: near 1 where adapters read the devices'
+            memory, 0 where the host drives them (Omni-Path).
         host_bandwidth: Bytes per second between a device and its host, in one direction.
         host_update_rate: Parameters per second and device that an optimizer on the host updates.
         host_memory: Bytes of a node's host, of which offload may take what the devices of the node need together.
@@ -84,6 +94,8 @@ class Hardware:
             devices then use ``(n - 1) / (N - 1)`` of their links.
         peak_flops: FLOP/s of the data sheet, without sparsity, by number format, for MFU alone; ``product_flops`` where
             they are left out.
+        attention: Share of the rate of products in 16 bits that the forward of fused attention reaches, by its kernel
+            ("flash2", "cudnn"); the first is the one that PyTorch takes.
         assumed: Names of what the file does not give, for which there is a default.
     """
 
@@ -93,7 +105,7 @@ class Hardware:
     product_flops: Mapping[str, float]
     memory_bandwidth: float
     kernel_seconds: float
-    efficiency: float
+    efficiency: Mapping[str, float]
     devices_per_node: int
     within_node: BandwidthCurve
     between_nodes: BandwidthCurve
@@ -105,8 +117,14 @@ class Hardware:
     is_host: bool = False
     direct_links: bool = False
     host_memory: float = math.inf
+    attention: Mapping[str, float] = field(default_factory=lambda: dict(_ATTENTION))
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+
+    def product_rate(self, number_format: str) -> float:
+        """Return the FLOP/s of large products of a training step; of those in 32 bits, if the format is unknown."""
+        name = number_format if number_format in self.product_flops else "float32"
+        return self.product_flops[name] * self.efficiency.get(name, 1.0)
 
     def peak(self, number_format: str) -> float:
         """FLOP/s of the data sheet, or of the largest measured product where the file has none."""
@@ -146,7 +164,7 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
         ValueError: A key is missing or unknown, or a value is impossible.
     """
     wanted = set(Hardware.__dataclass_fields__) - {"assumed"}
-    optional = {*_FLAGS, "host_memory", "peak_flops", "sources"}
+    optional = {*_FLAGS, "host_memory", "attention", "peak_flops", "sources"}
     given = with_defaults(table)
     given.setdefault("name", path.stem)
     missing, unknown = wanted - set(given) - optional, set(given) - wanted - optional
@@ -154,6 +172,8 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
         raise ValueError(f"{path}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}")
     given.pop("sources", None)
     _check_values(given, path)
+    if not isinstance(given["efficiency"], Mapping):
+        given["efficiency"] = dict.fromkeys(given["product_flops"], given["efficiency"])
     for link in _LINKS:
         points: Sequence[Sequence[float]] = sorted(given[link])
         given[link] = BandwidthCurve(tuple(size for size, _ in points), tuple(rate for _, rate in points))
@@ -182,17 +202,17 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_values(table: Mapping[str, Any], path: Path) -> None:
     """Refuse values that are no numbers, negative, or 0 where a rate or a size is needed."""
-    others = ("name", *_FLAGS, "product_flops", "peak_flops", *_LINKS)
+    tables = [name for name in ("product_flops", "peak_flops", *_SHARES) if isinstance(table.get(name), Mapping)]
+    others = ("name", *_FLAGS, *tables, *_LINKS)
     single = {name: value for name, value in table.items() if name not in others}
     for flag in _FLAGS:
         if not isinstance(table.get(flag, False), bool):
             raise ValueError(f"{path}: {flag}={table[flag]!r}; use true or false")
-    tables = {name: table[name] for name in ("product_flops", "peak_flops") if name in table}
-    for name, rates in tables.items():
-        if not isinstance(rates, Mapping) or not rates:
-            raise ValueError(f"{path}: {name}={rates!r}; use FLOP/s by number format, such as {{ float32 = 1e12 }}")
-        single |= {f"{name}.{dtype}": rate for dtype, rate in rates.items()}
-    for name, value in single.items():
+    for name, words in _TABLES.items():
+        if name in table and (not isinstance(table[name], Mapping) or not table[name]):
+            raise ValueError(f"{path}: {name}={table[name]!r}; use {words}")
+    entries = {f"{name}.{key}": value for name in tables for key, value in table[name].items()}
+    for name, value in {**single, **entries}.items():
         may_be_zero = name in _MAY_BE_ZERO
         if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
             raise ValueError(f"{path}: {name}={value!r}; use a number {'of 0 or more' if may_be_zero else 'above 0'}")

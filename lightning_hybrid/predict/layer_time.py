@@ -16,24 +16,26 @@ class EfficiencyConstants:
     """What a step achieves of the figures of its hardware."""
 
     # size of one dimension of a matrix product at which it reaches half of the rate of a large one
-    half_size: float = 110
+    half_size: float = 116
     half_inner: float = 20  # the same of the dimension that is summed over
     # rate of a product one of whose sizes is a multiple of 8 elements but not of 16, relative to one of multiples of 64
     misaligned: float = 0.69
-    attention: float = 0.61  # rate of products of fused attention, relative to those of linear layers
-    half_head: float = 9.2  # width of a head at which fused attention reaches half of its rate
-    attention_backward: float = 3.5  # floating-point operations of fused attention's backward over those of its forward
-    memory_share: float = 0.83  # share of the memory's bandwidth that operations between products achieve
-    backward_moved: float = 3.0  # bytes that memory-bound operations move in the backward over those of the forward
-    within_share: float = 0.55  # share of the bandwidth of links within a node that collectives achieve beside kernels
-    between_share: float = 1.0  # the same of links between nodes, for reductions of large buckets
-    gather_share: float = 0.096  # the same for gathers and reductions of single layers (ZeRO-3) between very many nodes
-    gather_nodes: float = 1.0  # number of nodes at which the rest of their bandwidth is halved
+    grouped: float = (
+        0.67  # rate of the products of several experts, relative to one product of as many rows as each has
+    )
+    half_head: float = 10  # width of a head at which fused attention reaches half of its rate
+    attention_backward: float = 3.0  # seconds of fused attention's backward over those of its forward
+    memory_share: float = 0.82  # share of the memory's bandwidth that operations between products achieve
+    backward_moved: float = 2.6  # bytes that memory-bound operations move in the backward over those of the forward
+    # kernels of a layer of experts for whose starts the device waits in the forward, and in the backward
+    waited_kernels: float = 356
+    within_share: float = 0.65  # share of the bandwidth of links that collectives achieve beside kernels
 
 
 CONSTANTS = EfficiencyConstants()
 
 
+_DOCUMENTED_HEAD = 128  # width of heads for which the rates of kernels of attention are given
 # A softmax with dropout reads and writes 4.5 times the scores in the forward, and 5.5 times in the backward.
 SCORES_BACKWARD = 5.5 / 4.5
 # Selective layers that drop 0.6 of the bytes of a GPT's block repeat 0.3 of the work of its products.
@@ -74,17 +76,18 @@ def layer_seconds(
     shared = layout.tensor if layout.sequence_parallel else 1
     moved = (layer.replicated_moved / shared + (layer.moved - layer.replicated_moved) / layout.tensor) / layout.context
     around = (moved + casts / layout.microbatch) / rate
+    waited = constants.waited_kernels * hardware.kernel_seconds if layer.waits_for_rows else 0.0
     scores = layer.moved_scores / (layout.tensor * layout.context) / rate
     device = linear + attention + around + scores
     device_backward = 2.0 * linear + attention_backward + constants.backward_moved * around + SCORES_BACKWARD * scores
     starts = layer.kernels * hardware.kernel_seconds
-    forward, backward = max(device, starts), max(device_backward, 2.0 * starts)
+    forward, backward = max(device, starts) + waited, max(device_backward, 2.0 * starts) + waited
     waits = forward - device + backward - device_backward
     weights = linear * backward / device_backward if device_backward else 0.0
     again = 0.0
     if layer.repeats and layout.forwards:
-        again = max(device - not_repeated, starts)
-        waits += max(0.0, starts - device + not_repeated)
+        again = max(device - not_repeated, starts) + waited
+        waits += max(0.0, starts - device + not_repeated) + waited
     elif layer.repeats and layout.repeats_cheap:
         dropped = 1.0 - layer.selective_saved / layer.saved if layer.saved else 0.0
         again = dropped * (around + _REPEATED_PRODUCTS * linear)
@@ -97,6 +100,7 @@ def cast_elements(product: Product, layout: PlanLayout, number_format: NumberFor
     rows = product.rows * layout.microbatch * product.count / layout.context
     shared = layout.tensor if product.sharded == "inner" else 1
     weights = product.inner * product.columns * product.count / (layout.tensor if product.sharded else 1)
+    weights *= max(1.0, product.groups / layout.routed_ranks)
     if number_format.casts_weights_once:
         weights /= layout.num_microbatches
     return 1.5 * (rows * product.inner / shared + weights)
@@ -125,18 +129,20 @@ def product_seconds(
     is_fused = layout.fused_attention and not product.has_weight
     in_float8 = product.has_weight and product.in_float8
     key = "bfloat16" if number_format.products == "float8" and not in_float8 else number_format.products
-    peak = hardware.product_flops.get(key, hardware.product_flops["float32"]) * hardware.efficiency
+    peak = hardware.product_rate(key)
     if is_fused:
         head = min(inner, columns)
-        rate = peak * constants.attention * head / (head + constants.half_head)
+        share = next(iter(hardware.attention.values()))
+        rate = peak * share * head / (head + constants.half_head) * (1.0 + constants.half_head / _DOCUMENTED_HEAD)
         return flops / (rate * alignment(head, constants))
     reached = 1.0
     half = constants.half_size * (peak / 271e12) ** 0.5 * (2.0e12 / hardware.memory_bandwidth) ** 0.5
-    for size in (rows, columns):
+    here = rows / max(1.0, product.groups / layout.routed_ranks)  # rows of one expert
+    for size in (here, columns):
         reached *= size / (size + half)
-    reached *= inner / (inner + constants.half_inner)
+    reached *= inner / (inner + constants.half_inner) * (constants.grouped if product.groups > 1 else 1.0)
     if not product.has_weight and min(map(power_of_two, (inner, columns))) < 8:
-        peak = min(peak, 2.0 * hardware.product_flops["float32"] * hardware.efficiency)
+        peak = min(peak, 2.0 * hardware.product_rate("float32"))
     seconds = flops / (peak * reached)
     if not product.has_weight:  # a batch of small products reads and writes more than it computes
         elements = (rows * inner + inner * columns + rows * columns) * count

@@ -105,6 +105,7 @@ class PlanLayout:
     reshard_after_forward: bool = True
     sequence_parallel: bool = False  # whether tensor ranks divide the positions between sharded regions
     overlapped_tensor_ranks: bool = False  # whether the collectives of tensor ranks run beside the products
+    overlapped_expert_ranks: bool = False  # whether the all-to-alls of experts run beside other microbatches
     recompute: str = "none"  # what the backward computes again: "none", "selective" (what is cheap) or "full" (layers)
     offload: frozenset[str] = frozenset()  # what is on the host, of `OFFLOADABLE` and "activations"
     chunked_loss: bool = False  # whether the loss over the vocabulary is computed in chunks

@@ -93,8 +93,17 @@ def gather_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Sh
 
 
 def all_to_all_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares = FULL) -> float:
-    """Return the seconds of an all-to-all in which each rank sends ``size`` bytes in total."""
-    return _ring_seconds(size, group, hardware, shares)
+    """Return the seconds of an all-to-all in which each rank sends ``size`` bytes in total, as much to each rank."""
+    if group.size <= 1 or size <= 0:
+        return 0.0
+    members = group.size / group.nodes
+    inside = size * (members - 1) / group.size
+    seconds = inside / (hardware.within_node.bandwidth(size) * shares.within * links_used(group, hardware))
+    if group.nodes == 1:
+        return seconds + hardware.latency_within
+    outside = size * (1 - 1 / group.nodes) * members * group.groups_per_node
+    between = outside / (hardware.between_nodes.bandwidth(outside) * shares.between)
+    return max(seconds, between) + hardware.latency_between
 
 
 def message_seconds(size: float, crosses_nodes: bool, senders: int, hardware: Hardware) -> float:

@@ -92,7 +92,7 @@ class Plan:
         layout: The layout.
         memory: Its predicted memory.
         time: Its predicted step time.
-        time_error: Relative error bar of the step time.
+        time_error: Relative error bar of the step time; that of what was compared with measurements, or a larger one.
         memory_error: The same of the memory.
     """
 
@@ -111,6 +111,16 @@ class Plan:
     def fits_with_error(self) -> bool:
         """Whether it fits even if the memory is underestimated by the error bar."""
         return self.memory.least * (1 + self.memory_error) <= self.memory.capacity
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether steps like this one were compared with measurements."""
+        return self.time_error <= TIME_ERROR
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it fits if the memory is overestimated by the error bar."""
+        return self.memory.least <= self.memory.capacity * (1 + self.memory_error)
 
     @property
     def seconds_per_sample(self) -> float:

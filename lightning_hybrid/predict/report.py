@@ -139,6 +139,7 @@ class PlannedRun:
             content |= {
                 "seconds": plan.time.seconds,
                 "seconds_error": plan.time_error * plan.time.seconds,
+                "is_calibrated": plan.is_calibrated,
                 "terms": dict(plan.time.terms),
                 "samples_per_second": plan.time.samples_per_second,
                 "model_flops_utilization": self.utilization(plan),
@@ -181,9 +182,15 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
 def note_lines(run: PlannedRun) -> list[str]:
     """Return the notes on the costs and on the hardware, in lines."""
     notes = list(run.costs.notes)
+    if not run.result.best.is_calibrated:
+        notes.append(f"uncalibrated: no run like this was compared, so that the error bar is {_bar(run.result.best)}")
     if run.hardware.assumed:
         notes.append(f"{run.hardware.name} leaves out {', '.join(run.hardware.assumed)}: defaults, measured nowhere")
     return [line for note in notes for line in wrap(f"note: {note}")]
+
+
+def _bar(plan: Plan) -> str:
+    return f"{plan.time_error:.0%}, that of published runs whose source was left out of the fit"
 
 
 def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.predict.candidates import Candidates, divisors
 from lightning_hybrid.predict.costs.layers import ModelCosts
+from lightning_hybrid.predict.evidence import time_error
 from lightning_hybrid.predict.families import rejected_families
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import Allowed, NumberFormat, PlanLayout, spelled, spelled_fields
@@ -109,6 +110,7 @@ def predict_plan(costs: ModelCosts, layout: PlanLayout, number_format: NumberFor
     if not plan.fits:
         return plan
     time = predict_time(costs, layout, number_format, hardware)
+    plan = dataclasses.replace(plan, time_error=time_error(costs, layout, number_format, hardware))
     if correction is None:
         return dataclasses.replace(plan, time=time)
     time = correction.time(time, layout)

@@ -62,8 +62,8 @@ class StepModel:
         self.context_group = self.group(context, tensor)
         self.shard_group = self.group(layout.shard, tensor * context)
         self.parts_of_layers: dict[int, tuple[float, float]] = {}  # forwards, and gradients of weights
-        self.shares = Shares(constants.within_share, constants.between_share)
-        self.waited = Shares(constants.within_share, constants.within_share * constants.between_share)
+        self.shares = Shares(constants.within_share, 1.0)
+        self.waited = Shares(constants.within_share, constants.within_share)
         self.stage_stride = tensor * context * layout.data
         self.backward_share = (costs.parameters - costs.frozen_parameters) / max(costs.parameters, 1)
 
@@ -124,8 +124,11 @@ class StepModel:
             terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
         if layout.routed_ranks > 1 and layer.routed_tokens:
             routed = size * layer.routed_tokens / max(self.costs.positions, 1)
+            routed /= layout.tensor if layout.sequence_parallel else 1
             group = self.group(layout.routed_ranks, layout.tensor)
-            terms["expert ranks"] = 2 * passes * all_to_all_seconds(routed, group, self.hardware, self.waited)
+            exchanged = 2 * passes * all_to_all_seconds(routed, group, self.hardware, self.waited)
+            beside = seconds.forward + backward if layout.overlapped_expert_ranks else 0.0
+            terms["expert ranks"] = self.beside(exchanged, beside)
         exchanged = sum(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks", "expert ranks"))
         self.parts_of_layers[id(layer)] = seconds.forward + exchanged / passes, seconds.weights * self.backward_share
         self.terms_of_layers[id(layer)] = terms
@@ -137,7 +140,7 @@ class StepModel:
         share = heads / (self.costs.heads or heads)
         size = 2 * share * layer.outputs * self.layout.microbatch * self.format.activation / self.layout.tensor
         one = gather_seconds(size, self.context_group, self.hardware, self.waited)
-        return max(0.0, 3.0 * one - computed * self.hardware.overlap)
+        return self.beside(3.0 * one, computed)
 
     def group(self, size: int, stride: int) -> RankGroup:
         """The groups of an axis, by its size and the ranks between neighbours."""
@@ -163,39 +166,43 @@ class StepModel:
         )
         return StageSeconds(forward, max(0.0, total - forward - weights), weights)
 
+    def beside(self, collectives: float, computed: float) -> float:
+        """Seconds that collectives add to computation beside them: what is longer, and a share of what is hidden."""
+        hidden = min(collectives, computed)
+        return collectives - self.hardware.overlap * hidden
+
     def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
-        """Seconds of gathers and reductions over replicas and context ranks that computation does not hide."""
-        layout, hardware = self.layout, self.hardware
+        """Seconds that gathers and reductions over replicas and context ranks add to the computation beside them."""
+        layout = self.layout
         if layout.data * layout.context == 1:
             return {"replicas": 0.0}
-        gathers = layout.shards("parameters")
-        if layout.shard > 1 and (gathers or layout.reduces_each_microbatch):
-            beside = computed if gathers else computed * (2 / 3)
-            return {"replicas": max(0.0, self.sharded_seconds(layers) - hardware.overlap * beside)}
+        backward = computed * (2 + layout.forwards) / (3 + layout.forwards)
+        if layout.shard > 1 and (layout.shards("parameters") or layout.reduces_each_microbatch):
+            return {"replicas": self.sharded_seconds(layers, computed - backward, backward)}
         one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.data * layout.context, 1)
-        hidden = hardware.overlap * computed / layout.num_microbatches * (2 / 3)
-        return {"replicas": max(0.0, one - hidden) if layout.pipeline == 1 else one}
+        return {"replicas": self.beside(one, backward / layout.num_microbatches) if layout.pipeline == 1 else one}
 
-    def sharded_seconds(self, layers: LayersOfRank) -> float:
-        """Seconds of gathers and reductions over shards, layer by layer, and of reductions over what is no shard.
+    def sharded_seconds(self, layers: LayersOfRank, forward: float, backward: float) -> float:
+        """Seconds of gathers and reductions over shards, and of reductions over what is no shard.
 
-        Parameters that are shards are gathered for each forward and backward, or once; others after the optimizer's
-        step.
+        Those of one layer run beside the computation of another. Parameters that are shards are gathered for each
+        forward and backward, or for the first forward; others after the optimizer's step.
         """
-        layout, constants, hardware = self.layout, self.constants, self.hardware
-        rest = 1.0 - constants.gather_share
-        passes = layout.num_microbatches if layout.reshard_after_forward else 1
-        gathers = 2 * passes if layout.reshard_after_forward and layout.shards("parameters") else 1
-        seconds = 0.0
+        layout = self.layout
+        gather = reduce = 0.0
         for layer, count in layers:
             for size, group in self.sizes_of_shards(layer):
-                between = constants.gather_share + rest / (1.0 + group.nodes / constants.gather_nodes)
-                shares = Shares(constants.within_share, between)
-                gather = gather_seconds(size * self.format.gathered, group, hardware, shares)
-                reduce = gather_seconds(size * self.format.reduced * self.backward_share, group, hardware, shares)
-                seconds += count * (gathers * gather + passes * reduce)
+                gather += count * gather_seconds(size * self.format.gathered, group, self.hardware, self.shares)
+                reduced = size * self.format.reduced * self.backward_share
+                reduce += count * gather_seconds(reduced, group, self.hardware, self.shares)
         shard = parameters_of_rank(layers, layout).over_shards(layout)
-        return seconds + self.reduction_seconds(shard, layout.replicate * layout.context, layout.shard)
+        last = self.reduction_seconds(shard, layout.replicate * layout.context, layout.shard)
+        passes = layout.num_microbatches
+        if not layout.reshard_after_forward:
+            return self.beside(gather, forward / passes) + self.beside(reduce, backward / passes) + last
+        if not layout.shards("parameters"):
+            return gather + self.beside(passes * reduce, backward) + last
+        return self.beside(passes * gather, forward) + self.beside(passes * (gather + reduce), backward) + last
 
     def sizes_of_shards(self, layer: LayerCosts) -> Iterator[tuple[float, RankGroup]]:
         """Yield numbers of a layer's parameters, with the ranks that shard them."""

@@ -35,6 +35,7 @@ class Product:
     # whether a second forward in the backward runs it. PyTorch's checkpoint stops at the last tensor that the backward
     # needs (``set_checkpoint_early_stop``), before a product whose result nothing saves.
     repeats: bool = True
+    groups: int = 1  # matrices, such as those of experts, among which the rows are divided
     in_float8: bool = True  # whether 8-bit precisions convert its operands; otherwise they stay in 16 bits
 
     @property
@@ -68,6 +69,8 @@ class LayerCosts:
     outputs: float = 0.0  # elements of its result, which the next stage receives
     reductions: int = 0  # all-reduces of ``outputs`` over tensor ranks in the forward; as many in the backward
     kernels: int = 0  # kernels started in the forward
+    # whether the host reads how many rows each expert gets before it starts their kernels, in forward and backward
+    waits_for_rows: bool = False
     float32_saved: float = 0.0  # elements saved in 32 bits besides ``saved``, such as logits of a loss
     loss_saved: float = 0.0  # the part of ``saved`` that a loss over classes saves; a loss in chunks saves none
     peak_only: float = 0.0  # elements held in 32 bits during the layer's backward alone, in each of two gradients
@@ -175,7 +178,8 @@ class Routing:
     def products(self, samples: int) -> Iterator[Product]:
         """Yield the products of one of ``samples`` samples."""
         for inner, columns in self.matrices:
-            yield Product(self.rows / samples, inner, columns, sharded="inner" if columns < inner else "columns")
+            side: Sharding = "inner" if columns < inner else "columns"
+            yield Product(self.rows / samples, inner, columns, sharded=side, groups=self.count)
 
     def in_unit(self, own: str, other: str) -> Routing:
         """Return the experts at the same place in another unit, equal in structure; both are given by their FQNs."""

@@ -114,6 +114,7 @@ class RecordedStep:
             reductions=reductions_of_layer(products, _width(group, graph)) + len(routings),
             kernels=kernels(len(matrices), len(used) - len(matrices)),
             routed_tokens=sum(each.rows for each in routings) / samples,
+            waits_for_rows=bool(routings),
             has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
         )
 

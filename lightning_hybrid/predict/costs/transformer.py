@@ -7,6 +7,7 @@ and those that they divide (queries, keys, values, the input of the output proje
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from lightning_hybrid.predict.costs.layers import LayerCosts, ModelCosts, Product
@@ -35,6 +36,54 @@ class TransformerShape:
     fused_kernels: bool = True
     experts: int = 0  # MLPs per layer among which tokens are routed; 0 for one MLP without a router
     experts_per_token: int = 1  # how many of these compute each token
+    shared_ffn: int = 0  # inner width of the MLPs beside the experts that compute every token
+    dense_layers: int = 0  # first layers with one MLP instead of experts
+    dense_ffn: int = 0  # its inner width
+    # whether the host reads how many rows each expert gets before it starts their kernels, as without a capacity
+    waits_for_rows: bool = True
+    window: int = 0  # positions that layers with a window attend to; 0 if there are none
+    windowed_layers: int = 0  # the number of these
+    query_rank: int = 0  # width to which queries are projected first (multi-head latent attention); 0 if they are not
+    key_value_rank: int = 0  # the same of keys and values together
+    rotary_size: int = 0  # the part of a head's keys that has positions and does not go through this width
+    value_size: int | None = None  # width of a head's values; ``head_size`` if None
+
+    @property
+    def width_of_head(self) -> float:
+        """Width of a head's queries and keys."""
+        return self.head_size or self.hidden / self.heads
+
+    @property
+    def queries(self) -> float:
+        """Width of all queries."""
+        return self.width_of_head * self.heads
+
+    @property
+    def values(self) -> float:
+        """Width of a head's values."""
+        return self.value_size or self.width_of_head
+
+    @property
+    def keys(self) -> float:
+        """Width of all keys and values."""
+        return (self.width_of_head + self.values) * (self.key_value_heads or self.heads)
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of an MLP."""
+        return 3 if self.is_gated else 2
+
+    @property
+    def computed_scores(self) -> float:
+        """Share of the scores of attention that is computed, over all layers."""
+        if not self.fused_attention:
+            return 1.0
+        full = 0.5 if self.is_causal else 1.0
+        if not 0 < self.window < self.positions:
+            return full
+        inside = self.window / self.positions
+        inside = inside - inside**2 / 2 if self.is_causal else min(1.0, 2 * inside)
+        return full + (inside - full) * self.windowed_layers / self.layers
 
 
 def transformer_costs(shape: TransformerShape, name: str = "transformer") -> ModelCosts:
@@ -70,7 +119,7 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
     )
     return ModelCosts(
         name,
-        (embedding, _transformer_layer(shape), head),
+        (embedding, *_transformer_layers(shape), head),
         positions=tokens,
         heads=shape.heads,
         key_value_heads=shape.key_value_heads or shape.heads,
@@ -79,47 +128,89 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
     )
 
 
+def _transformer_layers(shape: TransformerShape) -> list[LayerCosts]:
+    """Return the first layers without experts, if there are some, and the others."""
+    if not shape.dense_layers:
+        return [_transformer_layer(shape)]
+    dense = dataclasses.replace(shape, layers=shape.dense_layers, ffn=shape.dense_ffn, experts=0, shared_ffn=0)
+    others = dataclasses.replace(shape, layers=shape.layers - shape.dense_layers)
+    return [_transformer_layer(dense), _transformer_layer(others)]
+
+
+def _attention_products(shape: TransformerShape) -> list[Product]:
+    """Return the products of attention, in the order of their execution."""
+    tokens, width, computed = shape.positions, shape.hidden, shape.computed_scores
+    if shape.key_value_rank:
+        rotary = shape.rotary_size
+        latent = shape.query_rank + shape.key_value_rank + rotary
+        inputs = [
+            Product(tokens, width, latent + (0 if shape.query_rank else shape.queries)),
+            Product(tokens, shape.key_value_rank, shape.keys - rotary * shape.heads, sharded="columns"),
+        ]
+        if shape.query_rank:
+            inputs.append(Product(tokens, shape.query_rank, shape.queries, sharded="columns"))
+    else:
+        inputs = [Product(tokens, width, shape.queries + shape.keys, sharded="columns")]
+    return [
+        *inputs,
+        Product(tokens, shape.width_of_head, tokens, shape.heads, "count", False, True, computed),
+        Product(tokens, tokens, shape.values, shape.heads, "count", False, True, computed),
+        Product(tokens, shape.values * shape.heads, width, sharded="inner"),
+    ]
+
+
+def _mlp_products(shape: TransformerShape) -> list[Product]:
+    """Return the products of an MLP, or of experts and of what is shared beside them."""
+    tokens, width, first = shape.positions, shape.hidden, shape.matrices - 1
+    held = max(1, shape.experts)
+    rows = tokens * (shape.experts_per_token if shape.experts else 1)
+    # A dropout after it, or the weights of experts, need its result in the backward.
+    repeats = shape.has_dropout or shape.experts > 0
+    products = []
+    if shape.shared_ffn:
+        products.append(Product(tokens, width, first * shape.shared_ffn, sharded="columns"))
+        products.append(Product(tokens, shape.shared_ffn, width, sharded="inner"))
+    if shape.experts:
+        products.append(Product(tokens, width, shape.experts, in_float8=False))  # the router
+    products.append(Product(rows, width, first * shape.ffn, sharded="columns", groups=held))
+    products.append(Product(rows, shape.ffn, width, sharded="inner", repeats=repeats, groups=held))
+    return products
+
+
 def _transformer_layer(shape: TransformerShape) -> LayerCosts:
     tokens, width = shape.positions, shape.hidden
-    head_size = shape.head_size or width / shape.heads
-    queries, keys = head_size * shape.heads, head_size * (shape.key_value_heads or shape.heads)
-    matrices = 3 if shape.is_gated else 2
-    used, held = (shape.experts_per_token, shape.experts) if shape.experts else (1, 0)
-    causal = 0.5 if shape.is_causal and shape.fused_attention else 1.0
+    held = shape.experts
+    used = shape.experts_per_token if held else 1
+    attention, mlp = _attention_products(shape), _mlp_products(shape)
     scores = 0.0 if shape.fused_attention else float(shape.heads) * tokens * tokens
-    attention_weights = int(width * (queries + 2 * keys) + queries * width)
-    mlp_weights = matrices * width * shape.ffn
-    products = (
-        Product(tokens, width, queries + 2 * keys, sharded="columns"),
-        Product(tokens, head_size, tokens, shape.heads, "count", False, True, causal),
-        Product(tokens, tokens, head_size, shape.heads, "count", False, True, causal),
-        Product(tokens, queries, width, sharded="inner"),
-        Product(tokens * used, width, (matrices - 1) * shape.ffn, sharded="columns"),
-        # A dropout after it, or the weights of experts, need its result in the backward.
-        Product(tokens * used, shape.ffn, width, sharded="inner", repeats=shape.has_dropout or held > 0),
-    )
-    inner_mlp = (4 if shape.is_gated else 2) * shape.ffn * used
+    routed = shape.matrices * width * shape.ffn * held
+    weights = [(int(p.inner * p.columns), p) for p in (*attention, *mlp) if p.has_weight and p.groups == 1]
+    sharded = sum(size for size, product in weights if product.sharded)
+    ffn = shape.ffn * used + shape.shared_ffn
     replicated = (5.0 if shape.has_dropout else 4.0) * tokens * width
-    sharded = tokens * (queries + 2 * keys + queries + inner_mlp)
+    widths = shape.queries + shape.keys + shape.values * shape.heads + (4 if shape.is_gated else 2) * ffn
     moved_replicated = (10.0 if shape.has_dropout else 8.0) * tokens * width * (1.0 if shape.fused_kernels else 1.6)
     around_mlp = (3.0 if shape.is_gated else 2.0) * (1.0 if shape.fused_kernels else 8.0)
-    moved = tokens * (2.0 * (queries + 2 * keys) + around_mlp * shape.ffn * used)
+    moved = tokens * (2.0 * (shape.queries + shape.keys) + around_mlp * ffn)
+    # Rows are sorted by rank and by expert, and sorted back and summed: each is read and written in all of these.
+    moved += tokens * width * (2.0 + 6.0 * used) if held else 0.0
     return LayerCosts(
         "layer",
         count=shape.layers,
-        products=products,
-        parameters=attention_weights + mlp_weights * max(held, 1) + 4 * width + held * width,
-        sharded_parameters=attention_weights + (0 if held else mlp_weights),
-        routed_parameters=mlp_weights * held,
+        products=(*attention, *mlp),
+        parameters=sum(size for size, _ in weights) + routed + 4 * width,
+        sharded_parameters=sharded,
+        routed_parameters=routed,
         moved=moved_replicated + moved,
         moved_scores=(4.5 if shape.fused_kernels else 15.0) * scores,
         replicated_moved=moved_replicated,
-        saved=replicated + sharded,
+        saved=replicated + tokens * widths,
         replicated_saved=replicated,
         saved_scores=2.5 * scores,
-        selective_saved=replicated + sharded,
+        selective_saved=replicated + tokens * widths,
         outputs=float(tokens * width),
         reductions=2,
-        kernels=24 if shape.fused_kernels else 40,
+        kernels=(24 if shape.fused_kernels else 40) + (40 if held else 0),
+        waits_for_rows=held > 0 and shape.waits_for_rows,
         routed_tokens=float(tokens * used) if held else 0.0,
     )

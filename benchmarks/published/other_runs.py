@@ -1,9 +1,6 @@
-"""Published runs that no constant was fitted to, against the prediction.
+"""Published runs of papers: shape, layout, batch, and the time of a step or a rate with the operations that it counts.
 
-Rows whose paper gives the model's shape, the layout, the batch and the time of a step, or a rate with the operations
-that it counts. The hardware is a preset, or the cluster of the SC'21 tables where the paper names the same machine.
-
-    PYTHONPATH=.:benchmarks/published python benchmarks/published/runs_not_in_the_fit.py
+The hardware is a preset, or the cluster of the SC'21 tables where the paper names the same machine.
 """
 
 from __future__ import annotations
@@ -12,14 +9,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from compare_times import Comparison, size_text
 from published_runs import PublishedRun
 from published_sc21 import published_sc21
 
 from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
 from lightning_hybrid.predict.hardware import Hardware, load_hardware
 from lightning_hybrid.predict.layout import FORMATS, PlanLayout
-from lightning_hybrid.predict.time import predict_time
 
 MASTER = FORMATS["bf16-true, float32 master weights"]
 KORTHIKANTI = "Korthikanti et al. (arXiv 2205.05198), table 5"
@@ -30,10 +25,9 @@ NEMOTRON = "Nemotron-4 340B (arXiv 2406.11704), table 2"
 DGXC = "Nemotron-4 340B, DGX Cloud benchmarks 24.11"
 
 
-def compare_others() -> list[Comparison]:
-    """Return every run of this file, and what the planner predicts of it."""
-    runs = [*_megatron(), *_neox(), *_llama(), *_nemotron()]
-    return [Comparison(run, predict_time(run.costs, run.layout, run.number_format, run.hardware)) for run in runs]
+def other_runs() -> list[PublishedRun]:
+    """Return every run of this file."""
+    return [*_megatron(), *_neox(), *_llama(), *_nemotron()]
 
 
 def _megatron() -> Iterator[PublishedRun]:
@@ -72,7 +66,7 @@ def _llama() -> Iterator[PublishedRun]:
     for replicas, rate in ((64, 430e12), (128, 400e12)):
         layout = _layout(8, 16, replicas, 8, 1, 2048, sequence_parallel=True, overlapped_tensor_ranks=True)
         flops = 3 * transformer_costs(shape).flops * layout.batch
-        yield _run(LLAMA, shape, layout, load_hardware("h100"), flops / (rate * layout.ranks), "time from TFLOP/s")
+        yield _run(LLAMA, shape, layout, _h100(), flops / (rate * layout.ranks), "time from TFLOP/s")
 
 
 def _nemotron() -> Iterator[PublishedRun]:
@@ -80,9 +74,15 @@ def _nemotron() -> Iterator[PublishedRun]:
     shape = TransformerShape(96, 18432, 73728, 96, 256000, 4096, 8, has_tied_embedding=False)
     for replicas, batch, seconds in ((16, 768, 10.3), (32, 1536, 10.3), (64, 2304, 8.0)):
         layout = _layout(8, 12, replicas, 8, 1, batch, sequence_parallel=True, overlapped_tensor_ranks=True)
-        yield _run(NEMOTRON, shape, layout, load_hardware("h100"), seconds)
+        yield _run(NEMOTRON, shape, layout, _h100(), seconds)
     layout = _layout(8, 8, 2, 12, 1, 32, sequence_parallel=True, overlapped_tensor_ranks=True)
-    yield _run(DGXC, shape, layout, load_hardware("h100"), 4.77)
+    yield _run(DGXC, shape, layout, _h100(), 4.77)
+
+
+def _h100() -> Hardware:
+    """Transformer Engine takes cuDNN's attention; Meta's is of the same speed."""
+    preset = load_hardware("h100")
+    return dataclasses.replace(preset, attention={"cudnn": preset.attention["cudnn"]})
 
 
 def _gpt(layers: int, width: int, heads: int) -> TransformerShape:
@@ -111,17 +111,5 @@ def _run(
     source: str, shape: TransformerShape, layout: PlanLayout, hardware: Hardware, seconds: float, note: str = ""
 ) -> PublishedRun:
     costs = transformer_costs(shape, f"{shape.layers} layers of {shape.hidden}")
-    places = 0, "runs_not_in_the_fit.py", source, source, costs.name
+    places = 0, "other_runs.py", source, source, costs.name
     return PublishedRun(*places, costs, layout, MASTER, hardware, seconds, None, False, (), False, note)
-
-
-def main() -> None:
-    """Print the runs."""
-    for each in compare_others():
-        terms = {name: f"{value / each.predicted.seconds:.0%}" for name, value in each.predicted.terms.items()}
-        run = f"{each.run.source[:30]:30} {each.run.model:20} {size_text(each.run):45} {each.run.layout.recompute:9}"
-        print(f"{run} {each.measured:7.2f} s {each.predicted.seconds:7.2f} s {each.error:+.1%} {terms}")
-
-
-if __name__ == "__main__":
-    main()
