@@ -83,7 +83,7 @@ def test_models_of_other_layers(plan, config, words):
     ("config", "note"),
     [
         ({"model_type": "tomorrow", "num_memories": 4}, "note: not counted: num_memories of model_type 'tomorrow'"),
-        ({"sliding_window": 512}, "note: not counted: sliding_window of model_type"),
+        ({"window_size": 512}, "note: not counted: window_size of model_type"),
         ({"max_position_embeddings": 1024}, "note: samples of 2,048 tokens are longer than max_position_embeddings"),
         ({"text_config": LLAMA, "vision_config": {"hidden_size": 8}}, "note: vision_config: not counted"),
         ({"num_local_experts": 4}, "note: the configuration names no num_experts_per_tok: one expert"),

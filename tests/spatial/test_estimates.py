@@ -27,7 +27,7 @@ def test_a_rank_holds_its_rows_and_sends_those_at_borders(capsys):
 
 
 def test_a_plan_names_it_where_images_do_not_fit(capsys):
-    status = main(["plan", MODULE, "--hardware", "cpu", "--devices", "2", "--max-memory", "401MB"])
+    status = main(["plan", MODULE, "--hardware", "cpu", "--devices", "2", "--max-memory", "10MB"])
     assert status == 3 and "spatial_parallel_size" in capsys.readouterr().out
     main(["plan", "tests/models/command_line_classes.py:Stack", "--hardware", "cpu", "--max-memory", "1MB"])
     assert "spatial_parallel_size" not in capsys.readouterr().out

@@ -26,8 +26,18 @@ _NAMES = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token"),
     "experts_width": ("moe_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "shared_width": ("shared_expert_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
+    "window": ("sliding_window",),
+    "query_rank": ("q_lora_rank",),
+    "key_value_rank": ("kv_lora_rank",),
+    "rotary_size": ("qk_rope_head_dim",),
+    "unrotated_size": ("qk_nope_head_dim",),
+    "value_size": ("v_head_dim",),
     "positions": ("max_position_embeddings", "n_positions"),
 }
+_MAY_BE_ZERO = ("experts", "shared_experts", "shared_width", "dense_layers", "window", "rotary_size", "unrotated_size")
 _NEEDED = ("layers", "hidden", "heads", "vocabulary")
 _MOST_LAYERS, _LARGEST = 10_000, 2**31 - 1
 _GATED = ("silu", "swish", "swiglu", "geglu")
@@ -84,6 +94,7 @@ def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerS
     """
     read = ModelConfig.read(config)
     hidden, heads, experts = read.needed("hidden"), read.needed("heads"), read.experts
+    latent = read.size("key_value_rank")
     return TransformerShape(
         layers=read.needed("layers"),
         hidden=hidden,
@@ -92,7 +103,8 @@ def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerS
         vocabulary=read.needed("vocabulary"),
         positions=positions,
         key_value_heads=read.size("key_value_heads") or None,
-        head_size=read.size("head_size") or None,
+        head_size=(read.size("unrotated_size") + read.size("rotary_size") if latent else read.size("head_size"))
+        or None,
         is_gated=read.activation.startswith(_GATED) or bool(read.content.get("hidden_activation")),
         is_causal=not any("Masked" in name for name in read.architectures),
         has_learned_positions=not any(read.content.get(name) for name in _ROTARY),
@@ -100,6 +112,15 @@ def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerS
         has_tied_embedding=read.flag("tie_word_embeddings", default=True),
         experts=experts,
         experts_per_token=read.size("experts_per_token") or 1 if experts else 1,
+        shared_ffn=read.shared_width if experts else 0,
+        dense_layers=min(read.size("dense_layers"), read.needed("layers") - 1) if experts else 0,
+        dense_ffn=read.size("ffn") or 4 * hidden,
+        window=read.size("window"),
+        windowed_layers=read.windowed_layers,
+        query_rank=read.size("query_rank") if latent else 0,
+        key_value_rank=latent,
+        rotary_size=read.size("rotary_size") if latent else 0,
+        value_size=(read.size("value_size") or None) if latent else None,
     )
 
 
@@ -161,6 +182,22 @@ class ModelConfig:
         count = self.size("experts")
         return count if count > 1 else 0
 
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the MLPs beside the experts."""
+        return self.size("shared_width") or self.size("shared_experts") * (
+            self.size("experts_width") or self.size("ffn")
+        )
+
+    @property
+    def windowed_layers(self) -> int:
+        """Layers whose attention has a window: those of such a kind, or all where kinds are not given."""
+        kinds = self.content.get("layer_types")
+        if not self.size("window") or not self.flag("use_sliding_window", default=True):
+            return 0
+        named = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds or ())
+        return min(named, self.needed("layers")) if kinds else self.needed("layers")
+
     def key(self, field: str) -> str:
         """Return the key under which a size is given, or the most common one."""
         names = _NAMES[field]
@@ -176,7 +213,7 @@ class ModelConfig:
         value = self.content.get(key)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
-        least, most = 0 if field == "experts" else 1, _MOST_LAYERS if field == "layers" else _LARGEST
+        least, most = 0 if field in _MAY_BE_ZERO else 1, _MOST_LAYERS if field == "layers" else _LARGEST
         if value is None:
             return 0
         if isinstance(value, list):
@@ -242,7 +279,7 @@ class ModelConfig:
         for field in _NAMES:
             (self.needed if field in _NEEDED else self.size)(field)
         heads, key_value_heads = self.needed("heads"), self.size("key_value_heads")
-        if not self.size("head_size") and self.needed("hidden") % heads:
+        if not self.size("head_size") and not self.size("key_value_rank") and self.needed("hidden") % heads:
             sizes = f"{self.key('heads')}={heads} does not divide {self.key('hidden')}={self.needed('hidden')}"
             raise ValueError(f"{sizes}; correct one of them, or set head_dim")
         if key_value_heads and heads % key_value_heads:
