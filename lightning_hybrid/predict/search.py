@@ -17,10 +17,12 @@ from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import Allowed, NumberFormat, PlanLayout, spelled, spelled_fields
 from lightning_hybrid.predict.memory import predict_memory
 from lightning_hybrid.predict.plans import (
+    MEMORY_ERROR,
     OBJECTIVES,
     Objective,
     Plan,
     SearchResult,
+    preferred,
     simplest_of_tied,
 )
 from lightning_hybrid.predict.time import predict_time
@@ -46,8 +48,8 @@ def search_layouts(
 ) -> SearchResult:
     """Search for the best layout.
 
-    Step times within 3 % of each other are a tie, in which the simplest layout wins that fits with its error bar, if
-    there is one.
+    Of the layouts within the error bar of the fastest, one with the fewest kinds of parallelism wins that fits with its
+    error bar, if there is one; of those, step times within 3 % are a tie, in which the simplest wins.
 
     Args:
         costs: Of the model.
@@ -64,8 +66,10 @@ def search_layouts(
             that of microbatches, which is 1 for BatchNorm, and for a step without stages, unless it is set.
         allowed: What the model permits; everything if None.
 
+    Where nothing fits but by the error of memory, that is returned, and its plans say so by `Plan.fits`.
+
     Raises:
-        PlanError: There is no such cluster, or no layout fits it.
+        PlanError: There is no such cluster, or no layout fits it by more than that.
         ValueError: An unknown objective.
     """
     if objective not in OBJECTIVES:
@@ -87,6 +91,8 @@ def search_layouts(
     for search in itertools.chain(searches, searches[-1].last_resort()):
         if found := search.run():
             return found
+    if found := searches[-1].within_error():
+        return found
     raise searches[-1].nothing_fits()
 
 
@@ -155,7 +161,8 @@ class _Search:
         """Search; None if nothing fits."""
         starts = [start for mesh in self._meshes if (start := self._first_that_fits(mesh)) is not None]
         starts.sort(key=self._score)
-        for start in starts[:_STARTS]:
+        alone = [start for start in starts[_STARTS:] if start.layout.has_replicas_alone]
+        for start in [*starts[:_STARTS], *alone]:
             self._improve(start)
         best = self._best()
         while best is not None:
@@ -211,12 +218,12 @@ class _Search:
             plan = better
 
     def _simplest(self, best: Plan) -> Plan:
-        """Return the simplest plan within the tie of the best; its neighbours are tried too."""
+        """Return the preferred plan; its neighbours are tried too."""
         while True:
             for layout in self._neighbours(best.layout):
                 self.plan(layout)
             fitting = [plan for plan in self.plans.values() if plan.fits]
-            simplest = simplest_of_tied(fitting, self._score)
+            simplest = preferred(fitting, self._score)
             if simplest is best:
                 return best
             best = simplest
@@ -238,6 +245,18 @@ class _Search:
         if not self.plans and is_open and data and candidates.ranks % data == 0:
             fixed = {**candidates.fixed, "tensor": candidates.ranks // data}
             yield _Search(dataclasses.replace(candidates, fixed=fixed), self.number_format, self.objective)
+
+    def within_error(self) -> SearchResult | None:
+        """Return the plans of devices whose memory is larger by the error bar of memory, if any fits these."""
+        hardware = self.candidates.hardware
+        larger = dataclasses.replace(hardware, memory=hardware.memory * (1 + MEMORY_ERROR))
+        candidates = dataclasses.replace(self.candidates, hardware=larger)
+        found = _Search(candidates, self.number_format, self.objective).run() if self.plans else None
+        if found is None:
+            return None
+        memories = [dataclasses.replace(plan.memory, capacity=hardware.memory) for plan in found.plans]
+        plans = [dataclasses.replace(plan, memory=own) for plan, own in zip(found.plans, memories, strict=True)]
+        return dataclasses.replace(found, plans=tuple(plans))
 
     def nothing_fits(self) -> PlanError:
         """Return the error that names the nearest layout, and what is missing."""
