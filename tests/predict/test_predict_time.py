@@ -322,7 +322,7 @@ def test_computation_hides_collectives_but_for_a_share():
 
 
 def test_rows_of_many_experts_make_small_products():
-    """As many rows in all, in products of 8, 64 and 512 experts; those of a rank that holds some get those of others."""
+    """As many rows in all, of 8, 64 and 512 experts; a rank that holds some of them gets rows of other ranks."""
     product, layout = Product(4096, 2048, 768), PlanLayout()
     seconds = [
         product_seconds(dataclasses.replace(product, groups=groups), layout, BF16, H100, CONSTANTS)
