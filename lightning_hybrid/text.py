@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-WIDTH = 120  # characters of a line
+WIDTH = 100  # characters of a line
 _UNITS = ("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9)
 
 
@@ -55,7 +55,7 @@ def columns(rows: Sequence[Sequence[str]], *, right: int | None = None, wrapped:
     Args:
         rows: Of as many cells each.
         right: The first of the columns that are flush right; none if None.
-        wrapped: A column whose cells are broken behind commas and spaces, so that lines have 120 characters.
+        wrapped: A column whose cells are broken behind commas and spaces, so that lines have 100 characters.
     """
     if not rows:
         return []

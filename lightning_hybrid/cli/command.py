@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 OK, PROBLEM, USAGE, REFUSED = 0, 1, 2, 3
+_LARGEST_COUNT = 1_000_000_000
 READER_ENDED = 141  # what a shell gives for a process that is ended by SIGPIPE
 
 EXIT_STATUSES = """exit status: 0 ok; 1 numbers differ, or a problem was found; 2 invalid command line;
@@ -62,11 +63,12 @@ def add_command(
 
 
 def check_counts(parsed: argparse.Namespace, *names: str) -> None:
-    """Refuse arguments that are below 1, where they are given."""
+    """Refuse arguments that are below 1, or larger than any count, where they are given."""
     for name in names:
         value = getattr(parsed, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}; use 1 or more")
+        if value is not None and not 1 <= value <= _LARGEST_COUNT:
+            range_ = "1 or more" if value < 1 else f"{_LARGEST_COUNT:,} at most"
+            raise UsageError(f"--{name.replace('_', '-')} {value}; use {range_}")
 
 
 def write_text(path: Path, text: str, flag: str) -> None:

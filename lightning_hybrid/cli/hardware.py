@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def _load(name: str) -> Hardware:
 def hardware_to_table(hardware: Hardware) -> dict[str, Any]:
     """Return the keys of a TOML file as plain values; curves are lists of pairs of bytes and bytes per second."""
     table = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
-    return {name: _plain(value) for name, value in table.items()}
+    left_out = {"assumed", *(name for name in ("host_memory", "peak_flops") if table[name] in (math.inf, {}))}
+    return {name: _plain(value) for name, value in table.items() if name not in left_out}
 
 
 def hardware_to_toml(hardware: Hardware, notes: Sequence[str] = ()) -> str:

@@ -80,6 +80,7 @@ def measure_machine(
         host_bandwidth=host_bandwidth,
         host_update_rate=_host_update_rate(),
         is_host=kind == "cpu",
+        host_memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
     ), notes
 
 

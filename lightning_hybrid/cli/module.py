@@ -59,11 +59,13 @@ def add_classes_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="of LightningCLI; repeatable")
 
 
-def add_precision_to(parser: argparse.ArgumentParser, default_words: str, default: str | None = None) -> None:
-    """Add ``--precision``, with the names that Lightning knows."""
+def add_precision_to(
+    parser: argparse.ArgumentParser, default_words: str, default: str | None = None, more: Sequence[str] = ()
+) -> None:
+    """Add ``--precision``, with the names that Lightning knows, and more."""
     parser.add_argument(
         "--precision",
-        choices=PRECISIONS,
+        choices=(*PRECISIONS, *more),
         metavar="PRECISION",
         default=default,
         help=f"as Lightning spells it ({default_words})",

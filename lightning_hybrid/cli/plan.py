@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,20 +33,24 @@ from lightning_hybrid.cli.module import (
 from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.memory.amounts import parse_budget
-from lightning_hybrid.predict.costs.transformer import costs_from_config
+from lightning_hybrid.predict.checks import check_options, misfits
+from lightning_hybrid.predict.costs.config import costs_from_config
 from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
 from lightning_hybrid.predict.html import html_report
-from lightning_hybrid.predict.layout import check_options, fixed_fields, layout_from_options, number_format_of
+from lightning_hybrid.predict.layout import FLOAT8, Allowed, fixed_fields, layout_from_options, number_format_of
 from lightning_hybrid.predict.measured import corrected_by
 from lightning_hybrid.predict.plans import OBJECTIVES, Plan
 from lightning_hybrid.predict.report import PlannedRun, explained_layout, plans_table
 from lightning_hybrid.predict.search import check_cluster, cluster_of, predict_plan, search_layouts
 from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, load_measured_costs
+from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_hybrid.planning.costs import RecordedCosts
     from lightning_hybrid.predict.costs.layers import ModelCosts
-    from lightning_hybrid.predict.layout import NumberFormat
+    from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 
 _EXAMPLE = """example:
   lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
@@ -76,7 +82,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--devices", type=int, default=8, help="of each node (%(default)s)")
     parser.add_argument("--num-nodes", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--batch", type=int, help="samples of an optimizer step (the loader's, of each replica)")
-    add_precision_to(parser, "config's or 32-true; bf16-mixed with --config-json")
+    words = "config's or 32-true; bf16-mixed with --config-json; float8: bf16-mixed with linear layers in float8"
+    add_precision_to(parser, words, more=(FLOAT8,))
     parser.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="(%(default)s)")
     parser.add_argument("--max-memory", metavar="20GiB", help="of a device that may be used (all)")
     parser.add_argument("--fix", metavar="tp=2,zero=1", help="sizes and options that are not chosen")
@@ -105,7 +112,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout, number or argument of a class.
     """
-    check_counts(parsed, "devices", "num_nodes", "plans", "batch")
+    check_counts(parsed, "devices", "num_nodes", "plans", "batch", "sequence")
     if parsed.module is not None and parsed.module.endswith(".json"):  # before torch is imported
         raise UsageError(f"{parsed.module} is no module; a transformer's configuration is given by --config-json PATH")
     request = _request(parsed)
@@ -119,6 +126,7 @@ def run(parsed: argparse.Namespace) -> int:
         else:
             print(f"refused: {error}")
         return REFUSED
+    _check_microbatches(planned.result.best.layout, request.fixed, f"--fix {parsed.fix}")
     explained = None if request.explained is None else _explained(parsed, request.explained, planned)
     if parsed.html is not None:
         write_text(parsed.html, html_report(planned, parsed.plans), "--html")
@@ -161,14 +169,42 @@ def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, 
     path = existing_file(str(given / "config.json" if given.is_dir() else given))
     if parsed.batch is None:
         raise UsageError("--batch is needed with --config-json: samples of an optimizer step over all replicas")
+    config = _configuration(path, parsed.config_json)
+    sequence = 2048 if parsed.sequence is None else parsed.sequence
     with usage_errors():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise UsageError(f"--config-json {parsed.config_json}: no mapping of names to values")
-        sequence = 2048 if parsed.sequence is None else parsed.sequence
-        if sequence < 1:
-            raise UsageError(f"--sequence {sequence}; use 1 or more")
-        return costs_from_config(config, sequence), number_format_of(precision), 1, precision
+        number_format = number_format_of(_recorded_precision(precision))
+    try:
+        return costs_from_config(config, sequence), number_format, 1, precision
+    except ValueError as error:
+        raise UsageError(f"--config-json {parsed.config_json}: {error}") from error
+
+
+def _recorded_precision(precision: str) -> str:
+    """Return the precision of parameters and activations."""
+    if precision.startswith("transformer-engine"):
+        raise UsageError(
+            f"--precision {precision}: the strategy runs without Lightning's plugin of Transformer Engine; for products"
+            f" in float8 use --precision {FLOAT8}"
+        )
+    return "bf16-mixed" if precision == FLOAT8 else precision
+
+
+def _in_float8(number_format: NumberFormat, hardware: Hardware) -> NumberFormat:
+    if FLOAT8 not in hardware.product_flops:
+        formats = ", ".join(hardware.product_flops)
+        raise UsageError(f"--precision {FLOAT8}: {hardware.name} has products in {formats} alone")
+    return dataclasses.replace(number_format, name=f"{number_format.name} with {FLOAT8}", products=FLOAT8)
+
+
+def _configuration(path: Path, given: str) -> dict[str, Any]:
+    """Read a file of JSON that maps names to values."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--config-json {given} is no JSON file: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"--config-json {given}: no mapping of names to values")
+    return config
 
 
 def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
@@ -179,12 +215,12 @@ def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCost
     precision = parsed.precision or config.precision or "32-true"
     progress.phase("making the module, without storage for its parameters, and its data")
     try:
-        recorded = _record(made, precision, progress, parameters_on_meta())
+        recorded = _record(made, _recorded_precision(precision), progress, parameters_on_meta())
     except Exception as error:
         if not reads_storage(error):
             raise
         progress.phase("making the module in full, whose code reads values of parameters")
-        recorded = _record(made, precision, progress, contextlib.nullcontext())
+        recorded = _record(made, _recorded_precision(precision), progress, contextlib.nullcontext())
     return recorded.costs, recorded.number_format, recorded.samples, precision
 
 
@@ -205,8 +241,17 @@ def _record(
 
 def _planned(parsed: argparse.Namespace, request: _Request, progress: Progress) -> PlannedRun:
     costs, number_format, samples, precision = _model(parsed, progress)
+    allowed = Allowed(chunked_loss=True)
+    if precision == FLOAT8:
+        number_format = _in_float8(number_format, request.hardware)
+        allowed = Allowed(chunked_loss=True, tensor=False, context=False, expert=False)
     if request.measured is not None:
         costs = corrected_by(costs, number_format, request.hardware, request.measured, str(parsed.measured))
+    for flag, fields in (("--fix", request.fixed), ("--why", fixed_fields(request.explained or {}))):
+        sharded = (name for name in ("tensor", "context", "expert") if fields.get(name, 1) > 1 and precision == FLOAT8)
+        shards = (f"float8 scales whole tensors, which {name} ranks would shard" for name in sharded)
+        if reason := next(itertools.chain(shards, misfits(costs, fields, parsed.devices * parsed.num_nodes)), ""):
+            raise UsageError(f"{flag} {parsed.fix if flag == '--fix' else parsed.why}: {reason}")
     progress.phase("searching layouts")
     result = search_layouts(
         costs,
@@ -219,6 +264,7 @@ def _planned(parsed: argparse.Namespace, request: _Request, progress: Progress) 
         objective=parsed.objective,
         max_memory=request.max_memory,
         fixed=request.fixed,
+        allowed=allowed,
     )
     cluster = cluster_of(request.hardware, parsed.devices, parsed.num_nodes, request.max_memory)
     return PlannedRun(result, costs, number_format, cluster, parsed.devices, parsed.num_nodes, precision)
@@ -262,6 +308,14 @@ def _explained(parsed: argparse.Namespace, options: dict[str, Any], planned: Pla
             layout = layout_from_options(options, ranks, batch, microbatch=best.microbatch)
         elif parsed.batch % layout.data:
             raise UsageError(f"--why {parsed.why}: {layout.data} replicas do not divide --batch {parsed.batch}")
+        _check_microbatches(layout, options, f"--why {parsed.why}")
         return predict_plan(planned.costs, layout, planned.number_format, planned.hardware)
     except HybridError as error:
         raise UsageError(f"--why {parsed.why}: {error}") from error
+
+
+def _check_microbatches(layout: PlanLayout, options: Mapping[str, Any], given: str) -> None:
+    """Refuse more microbatches than a replica has samples."""
+    count, samples = options.get("num_microbatches"), layout.batch // layout.data
+    if isinstance(count, int) and count > samples:
+        raise UsageError(f"{given}: {count} microbatches of {counted(samples, 'sample')}, which a replica has")

@@ -171,7 +171,10 @@ def _hardware(device: torch.device, devices: int) -> Hardware:
         return dataclasses.replace(load_hardware("cpu"), memory=free_on_host() / devices, devices_per_node=devices)
     found = torch.cuda.get_device_properties(device)
     name = found.name.lower()
-    known = [preset for preset in preset_names() if re.search(rf"\b{preset.split('-')[0]}\b", name)]  # no RTX A1000
+    words = name.replace("rtx ", "rtx")
+    known = [preset for preset in preset_names() if re.search(rf"\b{preset.split('-')[0]}\b", words)]  # no RTX A1000
     hardware = [load_hardware(preset) for preset in known or ["a100-80"]]
     nearest = min(hardware, key=lambda each: abs(each.memory - found.total_memory))
-    return dataclasses.replace(nearest, memory=float(found.total_memory), devices_per_node=devices)
+    return dataclasses.replace(
+        nearest, memory=float(found.total_memory), devices_per_node=devices, host_memory=free_on_host()
+    )

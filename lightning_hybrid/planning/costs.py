@@ -180,6 +180,8 @@ def with_limits_of(module: nn.Module, costs: ModelCosts, no_stages: str) -> Mode
     if no_stages:
         note = f"no plan has pipeline ranks or microbatches: {no_stages}"
         costs = dataclasses.replace(costs, why_no_stages=no_stages, notes=(*costs.notes, note))
+    convolutions = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    costs = dataclasses.replace(costs, has_images=any(isinstance(each, convolutions) for each in module.modules()))
     norms = batch_norms_in_training(module)
     if not norms:
         return costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from lightning_hybrid.errors import LayoutError
@@ -19,10 +19,11 @@ _MICROBATCH_SIZES, _MOST_MICROBATCHES = 6, 512  # sizes that are all tried, and 
 _SHARE_DIVIDED = 0.8  # of the FLOPs of products with weights, which tensor ranks must divide
 
 
-def divisors(number: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of a number, ascending."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    small = tuple(divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0)
+    return small + tuple(number // divisor for divisor in reversed(small) if divisor * divisor != number)
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,8 @@ class Candidates:
             yield {"sequence_parallel": not layout.sequence_parallel}
         for kind in self._kinds_of_recomputation():
             yield {"recompute": kind}
+        if allowed.chunked_loss and any(layer.float32_saved or layer.loss_saved for layer in self.costs.layers):
+            yield {"chunked_loss": not layout.chunked_loss}
         if allowed.offload:
             yield self._other_offload(layout)
 

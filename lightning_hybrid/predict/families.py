@@ -115,7 +115,7 @@ def rejected_families(
             )
             yield Rejection(family.name, slower_than(member, best), member.layout)
         elif members:
-            member = min(members, key=lambda member: member.memory.least)
+            member = min(members, key=lambda member: (member.memory.missing, member.memory.least))
             yield Rejection(family.name, larger_than_device(member), member.layout)
         elif family.field in candidates.fixed:
             yield Rejection(family.name, f"{family.field}={candidates.fixed[family.field]} is set")
@@ -158,5 +158,4 @@ def largest_difference(own: PredictedTime, other: PredictedTime) -> str:
 
 def larger_than_device(plan: Plan) -> str:
     """Return the memory that a plan needs and has, with its largest terms."""
-    memory = plan.memory
-    return f"{spelled(plan.layout)}: {sized(memory.peak)} of {sized(memory.capacity)} (most: {plan.largest_terms})"
+    return f"{spelled(plan.layout)}: {plan.memory.need} (most: {plan.largest_terms})"

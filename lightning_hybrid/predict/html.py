@@ -59,7 +59,7 @@ def _code(text: str) -> str:
 def _plans(run: PlannedRun, most: int) -> str:
     head, *rows = ranked_rows(run, most)
     kinds = ["", "", *["number"] * (len(head) - 3), ""]
-    names = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, head, strict=True))
+    names = "".join(f'<th class="{kind}">{escape(name)}</th>' for kind, name in zip(kinds, head, strict=True))
     lines = [f"<tr>{names}</tr>"]
     for number, layout, *values, reason in rows:
         cells = ""

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_hybrid.schedule import SCHEDULE_NAMES
-from lightning_hybrid.schedule.generators import make_schedule, stages_of_each_rank
+from lightning_hybrid.schedule.generators import stages_of_each_rank
 
 Balance = Literal["layers", "flops"]
 
@@ -50,6 +49,7 @@ FORMATS = {
 }
 
 
+FLOAT8 = "float8"  # of the command: this package's, of linear layers in a run in bf16-mixed
 _OTHER_NAMES = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "64": "64-true"}
 _SAME_BYTES = {"16-true": "bf16-true", "64-true": "32-true"}
 
@@ -220,6 +220,7 @@ class Allowed:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO
     recompute: tuple[str, ...] = RECOMPUTED  # kinds of recomputation, the most frugal last
     offload: bool = True  # whether the host may hold something
+    chunked_loss: bool = False  # whether a loss over classes may be computed in chunks
 
 
 _SIZE_OPTIONS = {
@@ -240,8 +241,9 @@ _SHORT = dict(zip(_SIZE_OPTIONS, ("dp", "pp", "tp", "cp", "ep"), strict=True))
 _SHORT |= {"stages_per_rank": "stages", "num_microbatches": "m", "zero_stage": "zero"}
 _OFF_BY_NONE = ("recompute", "offload")  # None of the others is their default
 
-# All options of the strategy that make a layout.
-LAYOUT_OPTIONS = (*_FIELDS, "num_microbatches")
+# All options of the strategy that make a layout, with their short names.
+LAYOUT_OPTIONS = {name: _SHORT.get(name, name) for name in (*_FIELDS, "num_microbatches")}
+SIZES = tuple(_SIZE_OPTIONS)
 
 
 def offloaded_beside(zero_stage: int | None) -> frozenset[str]:
@@ -279,7 +281,7 @@ def strategy_options(layout: PlanLayout) -> dict[str, Any]:
 def spelled(layout: PlanLayout) -> str:
     """Return the layout as ``--layout`` of the commands spells it, such as "dp=4,tp=2,zero=1"."""
     options = {"data_parallel_size": layout.data, **strategy_options(layout)}
-    return ",".join(f"{_SHORT.get(name, name)}={_word(value)}" for name, value in options.items())
+    return ",".join(f"{_SHORT.get(name, name)}={spelled_value(value)}" for name, value in options.items())
 
 
 def spelled_fields(fixed: Mapping[str, Any]) -> str:
@@ -288,39 +290,16 @@ def spelled_fields(fixed: Mapping[str, Any]) -> str:
     words = []
     for field, value in fixed.items():
         name = names.get(field, _SHORT.get(field, field))
-        words.append(f"{name}={_word(dict.fromkeys(sorted(value), 'cpu') if isinstance(value, frozenset) else value)}")
+        value = dict.fromkeys(sorted(value), "cpu") if isinstance(value, frozenset) else value
+        words.append(f"{name}={spelled_value(value)}")
     return ", ".join(words)
 
 
-def _word(value: Any) -> str:
+def spelled_value(value: Any) -> str:
+    """Return a value as ``--layout`` of the commands spells it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that a plan does not have, or not with this value.
-
-    Raises:
-        ValueError: An unknown name, or a stage of ZeRO, a schedule or a number that there is not, or not together.
-    """
-    known = {_SHORT.get(name, name) for name in LAYOUT_OPTIONS}
-    for name, value in options.items():
-        if name not in LAYOUT_OPTIONS:
-            raise ValueError(f"a plan has no {name}; use {', '.join(sorted(known))}")
-        if name == "schedule" and value not in (*SCHEDULE_NAMES, "auto"):
-            raise ValueError(f"schedule={value}; use one of {', '.join(SCHEDULE_NAMES)}")
-        if name == "zero_stage" and value not in (0, 1, 2, 3, "auto", None):
-            raise ValueError(f"zero={value}; use 0, 1, 2 or 3")
-        if name in ("stages_per_rank", "num_microbatches", "shard_size") and not _is_count(value):
-            raise ValueError(f"{_SHORT.get(name, name)}={value}; use a whole number of 1 or more")
-    schedule, stages = options.get("schedule"), options.get("stages_per_rank")
-    if schedule in SCHEDULE_NAMES and isinstance(stages, int):
-        make_schedule(schedule, 1, 1, stages)  # refuses a number of stages that the schedule never has
-
-
-def _is_count(value: Any) -> bool:
-    return value in ("auto", None) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
 def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,6 +362,7 @@ def simplicity(layout: PlanLayout) -> tuple[float, ...]:
         kinds_of_parallelism(layout),
         bool(layout.offload),
         layout.zero_stage,
+        layout.chunked_loss,
         RECOMPUTED.index(layout.recompute),
         layout.replicate > 1 and layout.zero_stage > 0,
         layout.stages_per_rank,

@@ -83,12 +83,15 @@ class MemoryModel:
         """Predict all terms of each pipeline rank."""
         layout, constants = self.layout, self.constants
         in_flight = in_flight_by_rank(layout.schedule, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
-        ranks, reclaimable = [], []
+        ranks, reclaimable, on_host = [], [], []
         for rank, stages in enumerate(stages_by_rank(self.costs, layout)):
             held = list(stages.values())
             has_loss = layout.num_stages - 1 in stages
             layers = list(itertools.chain.from_iterable(held))
             terms = self.states(layers, self.costs.has_tied_embedding and has_loss and 0 not in stages)
+            away = layout.elsewhere & terms.keys()
+            on_host.append(sum(terms[name] for name in away))
+            terms |= dict.fromkeys(away, 0.0)
             terms |= self.activations(held, in_flight[rank], has_loss, self.gathered(layers))
             later = self.drop_what_comes_later(terms)
             fragments = constants.fragmentation * sum(terms.values())
@@ -96,7 +99,8 @@ class MemoryModel:
             terms["framework"] = self.hardware.reserved + fragments
             ranks.append(terms)
             reclaimable.append(constants.reclaimed * fragments + min(backward - later, terms["optimizer step"]))
-        return PredictedMemory(tuple(ranks), self.hardware.memory, tuple(reclaimable))
+        host = max(on_host) * min(layout.ranks, self.hardware.devices_per_node)
+        return PredictedMemory(tuple(ranks), self.hardware.memory, tuple(reclaimable), host, self.hardware.host_memory)
 
     def drop_what_comes_later(self, terms: dict[str, float]) -> float:
         """With one microbatch, gradients grow while activations shrink: remove the smaller from ``terms``.
@@ -135,7 +139,6 @@ class MemoryModel:
             "optimizer step": states * form.step,
             "communication buffers": 0.0,
         }
-        terms |= dict.fromkeys(layout.elsewhere & terms.keys(), 0.0)
         # Gradients that are reduced in each microbatch go layer by layer: see `gathered`.
         if layout.reduces_in_buckets:
             bucketed = min(self.constants.bucketed, held.total * self.trained / 2)

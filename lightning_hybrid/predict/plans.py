@@ -38,6 +38,8 @@ class PredictedMemory:
     # for each pipeline rank, bytes of these that the allocator keeps for later and gives back before it fails:
     # fragments, and the smaller one of what the backward and the optimizer's step take
     reclaimable: tuple[float, ...] = ()
+    host: float = 0.0  # bytes of a node's host that the devices of the node have there together, at most
+    host_capacity: float = float("inf")  # bytes of a node's host
 
     @property
     def peak(self) -> float:
@@ -60,8 +62,20 @@ class PredictedMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether a step runs in the device's memory."""
-        return self.least <= self.capacity
+        """Whether a step runs in the memory of the device, and of the host."""
+        return not self.missing
+
+    @property
+    def missing(self) -> float:
+        """Bytes that the device or the host lacks."""
+        return max(0.0, self.least - self.capacity) + max(0.0, self.host - self.host_capacity)
+
+    @property
+    def need(self) -> str:
+        """What is needed of what there is, in words: of the device, or of the host where that is too small."""
+        if self.least <= self.capacity < float("inf") and self.host > self.host_capacity:
+            return f"{sized(self.host)} of the {sized(self.host_capacity)} of a node's host"
+        return f"{sized(self.peak)} of {sized(self.capacity)}"
 
 
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "fewest_devices", "largest_batch")

@@ -9,9 +9,10 @@ from typing import Any
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.families import larger_than_device, largest_difference, slower_than
 from lightning_hybrid.predict.hardware import Hardware
-from lightning_hybrid.predict.layout import NumberFormat, spelled, strategy_options
+from lightning_hybrid.predict.layout import FLOAT8, NumberFormat, spelled, strategy_options
 from lightning_hybrid.predict.plans import TIE, Plan, SearchResult
-from lightning_hybrid.text import columns, sized, timed, wrap
+from lightning_hybrid.predict.words import words_of
+from lightning_hybrid.text import columns, counted, sized, timed, wrap
 
 _LEAST_SHARE = 0.005  # of a total, below which a term is left out
 
@@ -38,6 +39,12 @@ class PlannedRun:
             f" {self.hardware.name} ({nodes}), {self.precision}"
         )
 
+    @property
+    def samples(self) -> str:
+        """The samples of a step of the chosen plan, in words."""
+        of_tokens = f" of {self.costs.positions:,} tokens" if self.costs.is_sequence else ""
+        return f"a step takes {counted(self.result.best.layout.batch, 'sample')}{of_tokens}"
+
     def trainer_arguments(self, plan: Plan) -> str:
         """Return the Trainer of a plan in Python, with the batch size that its loader should have."""
         layout = plan.layout
@@ -53,13 +60,18 @@ class PlannedRun:
         return (
             (
                 f"Trainer(\n{accelerator}    devices={devices},\n    num_nodes={nodes},\n"
-                f"    precision={self.precision!r},\n"
+                f"    {self._precision_argument},\n"
                 f"    strategy=Hybrid3DStrategy({options}\n    ),\n)\n"
                 f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} {replicas}"
             )
             .replace("Hybrid3DStrategy(\n    )", "Hybrid3DStrategy()")
             .replace("'", '"')
         )
+
+    @property
+    def _precision_argument(self) -> str:
+        float8 = "plugins=HybridPrecision('bf16-mixed', float8=Float8())"
+        return float8 if self.precision == FLOAT8 else f"precision={self.precision!r}"
 
     def has_several_batches(self, most: int) -> bool:
         """Return whether the best plans differ in the samples of a step."""
@@ -75,6 +87,11 @@ class PlannedRun:
         assert plan.time is not None
         positions = self.costs.positions
         return plan.time.samples_per_second * positions, "tokens/s" if positions > 1 else "samples/s"
+
+    def utilization(self, plan: Plan) -> float:
+        """Return the model FLOPs utilization (MFU): the model's FLOP/s as a share of the data sheet's."""
+        assert plan.time is not None
+        return plan.time.flops_per_rank / plan.time.seconds / self.hardware.peak(self.number_format.products)
 
     def content(self, most: int = 5) -> dict[str, Any]:
         """Return the plans as plain values."""
@@ -122,8 +139,10 @@ class PlannedRun:
             content |= {
                 "seconds": plan.time.seconds,
                 "seconds_error": plan.time_error * plan.time.seconds,
+                "is_calibrated": plan.is_calibrated,
                 "terms": dict(plan.time.terms),
                 "samples_per_second": plan.time.samples_per_second,
+                "model_flops_utilization": self.utilization(plan),
             }
         return content
 
@@ -145,32 +164,56 @@ def _count(number: float) -> str:
 
 
 def plans_table(run: PlannedRun, most: int = 5) -> str:
-    """Return the best plans, the reasons against other families, and the Trainer of the first plan."""
-    lines = [run.title, "", *ranked_lines(run, most), ""]
+    """Return the best plans, what their words mean, the reasons against other families, and the first one's Trainer."""
+    spellings = [spelled(plan.layout) for plan in run.result.plans[:most]]
+    lines = [*wrap(run.title), run.samples, "", *ranked_lines(run, most), ""]
     lines += [
         f"why not{run.compared_samples(most)}",
         *columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected], wrapped=1),
         "",
+        "words",
+        *columns([(f"  {word}", meaning) for word, meaning in words_of(spellings)], wrapped=1),
+        "",
     ]
-    lines += [run.trainer_arguments(run.result.best)]
-    lines += [f"note: {note}" for note in run.costs.notes]
+    lines += [run.trainer_arguments(run.result.best), *note_lines(run)]
     return "\n".join(lines)
 
 
+def note_lines(run: PlannedRun) -> list[str]:
+    """Return the notes on the costs and on the hardware, in lines."""
+    notes = list(run.costs.notes)
+    if not run.result.best.is_calibrated:
+        notes.append(f"uncalibrated: no run like this was compared, so that the error bar is {_bar(run.result.best)}")
+    if run.hardware.assumed:
+        notes.append(f"{run.hardware.name} leaves out {', '.join(run.hardware.assumed)}: defaults, measured nowhere")
+    return [line for note in notes for line in wrap(f"note: {note}")]
+
+
+def _bar(plan: Plan) -> str:
+    return f"{plan.time_error:.0%}, that of published runs whose source was left out of the fit"
+
+
 def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:
-    """Return the best plans, each with its layout broken to lines of 120 characters, below a heading."""
-    return columns(ranked_rows(run, most), wrapped=1)
+    """Return the best plans below a heading, each with its layout in lines and the reason of its rank below."""
+    head, *plans = ranked_rows(run, most)
+    above, below = zip(*(cell.split("\n") if "\n" in cell else ("", cell) for cell in head), strict=True)
+    rows: list[tuple[str, ...]] = [above[:-1], below[:-1]]
+    for *row, reason in plans:
+        rows += [tuple(row), ("", f"  {reason}", *("" for _ in row[2:]))]
+    return columns(rows, wrapped=1)
 
 
 def ranked_rows(run: PlannedRun, most: int) -> list[tuple[str, ...]]:
-    """Return a heading and the best plans: number, layout, samples if these differ, step, memory, rate and why."""
-    rows: list[tuple[str, ...]] = [("", "layout", "samples", "step", "memory", run.rate(run.result.best)[1], "why")]
+    """Return a heading and the best plans: number, layout, samples if these differ, step, memory, rates and why."""
+    measures = "step", f"memory\nof {sized(run.hardware.memory)}", f"{run.rate(run.result.best)[1]}\nper device", "MFU"
+    rows: list[tuple[str, ...]] = [("", "layout", "samples", *measures, "micro-\nbatch", "why")]
     for number, plan in enumerate(run.result.plans[:most], start=1):
         assert plan.time is not None
         step = f"{timed(plan.time.seconds)} ± {plan.time_error:.0%}{'' if plan.is_calibrated else ' uncalibrated'}"
         memory = f"{sized(plan.memory.least)} ± {plan.memory_error:.0%}"
-        rate, reason = number_of(run.rate(plan)[0]), why(plan, run.result.best)
-        rows.append((str(number), spelled(plan.layout), f"{plan.time.samples:,}", step, memory, rate, reason))
+        rates = number_of(run.rate(plan)[0] / plan.layout.ranks), f"{run.utilization(plan):.0%}"
+        sizes = str(plan.layout.microbatch), why(plan, run.result.best)
+        rows.append((str(number), spelled(plan.layout), f"{plan.time.samples:,}", step, memory, *rates, *sizes))
     return rows if run.has_several_batches(most) else [(*row[:2], *row[3:]) for row in rows]
 
 
@@ -203,7 +246,7 @@ def explained_layout(run: PlannedRun, plan: Plan) -> str:
     """Return one layout in detail, against the chosen plan: time by term, memory by rank."""
     best = run.result.best
     against = f"{spelled(plan.layout)} against the chosen {spelled(best.layout)}"
-    lines = [run.title, "", *wrap(against), "", *wrap(_verdict(plan, best))]
+    lines = [*wrap(run.title), "", *wrap(against), "", *wrap(_verdict(plan, best))]
     if plan.time is not None:
         assert best.time is not None
         scale = best.time.samples / plan.time.samples
@@ -212,8 +255,7 @@ def explained_layout(run: PlannedRun, plan: Plan) -> str:
     for rank, terms in enumerate(plan.memory.ranks):
         if rank in (0, len(plan.memory.ranks) - 1) or sum(terms.values()) == plan.memory.peak:
             lines += ["", *_memory(rank, terms, plan, best)]
-    lines += ["", *(f"note: {note}" for note in run.costs.notes)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *note_lines(run)])
 
 
 def _verdict(plan: Plan, best: Plan) -> str:

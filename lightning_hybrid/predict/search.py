@@ -26,9 +26,10 @@ from lightning_hybrid.predict.plans import (
     simplest_of_tied,
 )
 from lightning_hybrid.predict.time import predict_time
-from lightning_hybrid.text import sized
+from lightning_hybrid.text import counted, sized
 
 _STARTS = 16  # meshes from which options are improved one by one
+_MOST_DEVICES = 1_000_000
 _LARGEST_CLUSTER = 64  # multiple of the given devices up to which an error looks for a fit
 
 
@@ -78,7 +79,7 @@ def search_layouts(
     hardware = cluster_of(hardware, devices, num_nodes, max_memory)
     worlds = [devices * num_nodes]
     if objective == "fewest_devices":
-        worlds = divisors(devices) + [devices * nodes for nodes in divisors(num_nodes)[1:]]
+        worlds = [*divisors(devices), *(devices * nodes for nodes in divisors(num_nodes)[1:])]
     is_one_batch = costs.has_batch_norm or bool(costs.why_no_stages)
     fixed = {**({"num_microbatches": 1} if is_one_batch else {}), **(fixed or {})}
     allowed = allowed or Allowed()
@@ -131,6 +132,9 @@ def check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int =
     for name, number in (("devices", devices), ("num_nodes", num_nodes), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise PlanError(f"{name}={number!r}: a plan needs a whole number of 1 or more", entry="plan-cluster")
+    if devices * num_nodes > _MOST_DEVICES:
+        most = f"a plan has {_MOST_DEVICES:,} devices at most"
+        raise PlanError(f"devices={devices} * num_nodes={num_nodes}: {most}", entry="plan-cluster")
     node = hardware.devices_per_node
     if devices > node and devices % node:
         raise PlanError(
@@ -267,28 +271,36 @@ class _Search:
             if candidates.ranks % product:
                 sizes = spelled_fields({name: candidates.fixed[name] for name in names}).replace(", ", " * ")
                 return PlanError(
-                    f"no layout of {costs.name} fits {candidates.ranks} devices: {sizes} as set"
+                    f"no layout of {costs.name} fits {counted(candidates.ranks, 'device')}: {sizes} as set"
                     f" does not divide {candidates.ranks}; set other sizes, or a number of devices that is a multiple"
                     f" of {product}",
                     entry="plan-nothing-fits",
                 )
             batch = f"{candidates.batch} samples" + (" per replica" if candidates.is_replica_batch else "")
             return PlanError(
-                f"no layout of {costs.name} fits {candidates.ranks} devices: a batch of {batch}, {costs.num_layers}"
-                f" layers and {costs.heads or 'an unknown number of'} heads cannot be divided over them"
-                f"{_fixed_words(candidates.fixed)}; set the batch or the devices so that one divides the other",
+                f"no layout of {costs.name} fits {counted(candidates.ranks, 'device')}: a batch of {batch},"
+                f" {costs.num_layers} layers and {costs.heads or 'an unknown number of'} heads cannot be divided over"
+                f" them{_fixed_words(candidates.fixed)}; set the batch or the devices so that one divides the other",
                 entry="plan-nothing-fits",
             )
-        nearest = min(self.plans.values(), key=lambda plan: plan.memory.least)
+        nearest = min(self.plans.values(), key=lambda plan: plan.memory.missing)
         memory = nearest.memory
+        needs = f"{sized(memory.least)} ({nearest.largest_terms})"
+        if memory.least <= memory.capacity:
+            needs = f"{sized(memory.host)} of a node's host of {sized(memory.host_capacity)}"
         return PlanError(
-            f"no layout of {costs.name} fits {candidates.ranks} devices of {sized(memory.capacity)}: the nearest,"
-            f" {spelled(nearest.layout)}, needs {sized(memory.least)} ({nearest.largest_terms}), which is"
-            f" {sized(memory.least - memory.capacity)} too much{_fixed_words(candidates.fixed)}; {self._advice()}",
+            f"no layout of {costs.name} fits {counted(candidates.ranks, 'device')} of {sized(memory.capacity)}: the"
+            f" nearest, {spelled(nearest.layout)}, needs {needs}, which is {sized(memory.missing)} too"
+            f" much{_fixed_words(candidates.fixed)}; {self._advice()}",
             entry="plan-nothing-fits",
         )
 
     def _advice(self) -> str:
+        if self.candidates.costs.has_images:
+            return "share the rows of images by spatial_parallel_size (docs/spatial.md), or " + self._more_devices()
+        return self._more_devices()
+
+    def _more_devices(self) -> str:
         factor = 2
         while factor <= _LARGEST_CLUSTER:
             ranks = self.candidates.ranks * factor

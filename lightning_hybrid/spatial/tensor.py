@@ -10,7 +10,7 @@ gathers the full tensor, and runs on every rank, so the code that reads feature 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,21 +75,33 @@ class _Cut(torch.autograd.Function, NotIntercepted):
         return materialize(grad), None, None
 
 
+class Convolution(NamedTuple):
+    """The input of a convolution."""
+
+    rows: int  # length of its longest dim of space
+    row_bytes: int  # bytes of one row
+    border: int  # rows of neighbours that the kernel reads, on both sides together
+    weight_bytes: int  # bytes of the kernel
+
+
 class Convolutions(TorchFunctionMode):
     """Observes convolutions.
 
     Attributes:
-        rows: The length of the longest dim of space of the input of each.
+        found: What each has read.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[int] = []
+        self.found: list[Convolution] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (x := _input_of(func, args, kwargs)) is not None:
-            self.rows.append(x.shape[_dim_of(x)])
+            weight, rows = args[1] if len(args) > 1 else kwargs["weight"], x.shape[_dim_of(x)]
+            row_bytes = x.numel() // rows * x.element_size()
+            border = weight.shape[_dim_of(x)] - 1
+            self.found.append(Convolution(rows, row_bytes, border, weight.numel() * weight.element_size()))
         return func(*args, **kwargs)
 
 

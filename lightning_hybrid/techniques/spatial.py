@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
-from lightning_hybrid.spatial.tensor import Convolutions, SpatialMode
-from lightning_hybrid.techniques.technique import Active, Technique
+from lightning_hybrid.spatial.tensor import Convolution, Convolutions, SpatialMode
+from lightning_hybrid.techniques.technique import Active, Messages, Technique
 from lightning_hybrid.tensor.collectives import GroupRanks, Ranks
 
 
@@ -38,7 +38,7 @@ class SpatialParallel(Technique):
         Raises:
             LayoutError: No convolution reads as many rows as there are ranks.
         """
-        most = max(self._found.rows, default=0)
+        most = max((each.rows for each in self._found.found), default=0)
         if most < self._size:
             what = f"the largest image has {most} rows" if most else "the step calls no convolution of 2 or 3 dims"
             raise LayoutError(
@@ -54,10 +54,30 @@ class SpatialParallel(Technique):
             runner.gather_outputs(True)
         return _Spatial(GroupRanks(run.mesh.group("cp")))
 
+    @property
+    def _sharded(self) -> list[Convolution]:
+        return [each for each in self._found.found if each.rows >= self._size]
+
+    def activation_share(self, run: Any) -> float:
+        """Return the share of the inputs of convolutions on the rank with most rows."""
+        sharded = sum(-(-each.rows // self._size) * each.row_bytes for each in self._sharded)
+        full = sum(each.rows * each.row_bytes for each in self._found.found)
+        return (sharded + full - sum(each.rows * each.row_bytes for each in self._sharded)) / max(1, full)
+
+    def messages(self, run: Any, num_microbatches: int) -> Iterable[Messages]:
+        """Return the rows at borders, with their gradients, and the sums of gradients of kernels."""
+        neighbours = min(2, self._size - 1)
+        borders = [each.border * each.row_bytes for each in self._sharded if each.border]
+        count, nbytes = 2 * neighbours * len(borders), neighbours * sum(borders)
+        yield Messages("context", "rows at borders", "send", 2, count * num_microbatches, nbytes * num_microbatches)
+        count, nbytes = len(self._sharded), sum(each.weight_bytes for each in self._sharded)
+        name, amounts = "gradients of kernels", (count * num_microbatches, nbytes * num_microbatches)
+        yield Messages("context", name, "all_reduce", self._size, *amounts)
+
     def lines(self, run: Any) -> list[str]:
         """Return which convolutions share images."""
-        sharded = sorted(rows for rows in self._found.rows if rows >= self._size)
-        small = len(self._found.rows) - len(sharded)
+        sharded = sorted(each.rows for each in self._sharded)
+        small = len(self._found.found) - len(sharded)
         line = f"images over {self._size} ranks: {len(sharded)} convolutions, of {sharded[0]} to {sharded[-1]} rows"
         return [line + (f"; {small} of fewer rows run on every rank" if small else "")]
 

@@ -274,6 +274,10 @@ class Technique:
         """Return what a rank holds of its parameters, and for a moment; None where it changes nothing."""
         return None
 
+    def activation_share(self, run: Any) -> float:
+        """Return the share of a step's activations that a rank holds, in an estimate."""
+        return 1.0
+
     def messages(self, run: Any, num_microbatches: int) -> Iterable[Messages]:
         """Return the messages of a step that it sends."""
         return ()

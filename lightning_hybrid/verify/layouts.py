@@ -110,6 +110,8 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
         name, equals, value = entry.strip().partition("=")
         if not equals or not name or not value:
             raise ValueError(f"--layout {text!r}: {entry!r} is not name=value; use such as dp=2,pp=2 or dp2xpp2")
+        if _SHORT.get(name, name) in options:
+            raise ValueError(f"--layout {text!r}: {name} is set twice")
         options[_SHORT.get(name, name)] = _value(text, value)
     devices = _num_ranks(text, options)
     entries = [entry.partition("=") for entry in tensor_plan]

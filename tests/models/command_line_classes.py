@@ -91,3 +91,22 @@ def make_loader(batch_size: int = 8):
 
 class OwnStrategy(Hybrid3DStrategy):
     pass
+
+
+class Images(pl.LightningModule):
+    """Two convolutions of images of 64 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 2, 3, padding=1)
+        )
+
+    def training_step(self, batch, batch_idx=0):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(8, 3, 64, 64), batch_size=4)

@@ -103,6 +103,7 @@ class ModelCosts:
     frozen_parameters: int = 0  # parameters without gradients
     # whether layers take statistics of each microbatch, so that results depend on their number
     has_batch_norm: bool = False
+    has_images: bool = False  # whether layers are convolutions of images or volumes, whose rows ranks can share
     why_no_stages: str = ""  # why its step cannot be run in stages, and on microbatches; empty if it may
     notes: tuple[str, ...] = field(default=())  # for reports
     # the layers of layouts with 1, 2, ... stages; those of more stages are ``layers``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -102,7 +103,9 @@ def _of_step(
         batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
         working = [each + batch for each in working_bytes(run.assignment, run.policies)]
         messages = message_bytes(run.assignment)
-    return zip(activations, working, messages, strict=True)
+    share = math.prod(each.activation_share(run) for each in run.techniques)
+    here = [None if each is None else math.ceil(share * each) for each in activations]
+    return zip(here, [math.ceil(share * each) for each in working], messages, strict=True)
 
 
 def without_techniques(run: Run) -> Run:

@@ -13,8 +13,8 @@ from lightning_hybrid.experts.moe.upcycling import ListedExperts
 from lightning_hybrid.experts.parallel import adapters
 from lightning_hybrid.planning import costs as strategies_costs
 from lightning_hybrid.planning.costs import record_costs
+from lightning_hybrid.predict.costs.config import costs_from_config
 from lightning_hybrid.predict.costs.module import ROUTING_PROOF
-from lightning_hybrid.predict.costs.transformer import costs_from_config
 from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.layout import PlanLayout, number_format_of
 from lightning_hybrid.predict.memory import predict_memory

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_hybrid.planning import costs as strategies_costs
 from lightning_hybrid.planning.costs import record_costs, tensors_of_datasets
+from lightning_hybrid.predict.costs.config import costs_from_config, shape_from_config
 from lightning_hybrid.predict.costs.module import costs_from_parameters, costs_from_step_graph
-from lightning_hybrid.predict.costs.transformer import costs_from_config, shape_from_config
 from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.predict.layout import FORMATS
 from lightning_hybrid.predict.search import search_layouts
