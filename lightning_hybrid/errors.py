@@ -234,6 +234,12 @@ class IncompleteCheckpoint(CheckpointError):
     """A save to the checkpoint did not end, or files of its folder are missing or truncated."""
 
 
+def is_name_of_error(name: str) -> bool:
+    """Whether this is the name of one of these classes."""
+    kind = globals().get(name)
+    return isinstance(kind, type) and issubclass(kind, HybridError)
+
+
 # -- errors of others --------------------------------------------------------------------------------------------------
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory", "CUDA error: out of memory")

@@ -22,11 +22,16 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
     return type(value) in (Tensor, nn.Parameter)
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor of any shape is read without a copy."""
+    return tensor.device.type == _HOST
+
+
 @torch.no_grad()
 def read_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors in host memory, of equal shapes and dtypes; the host waits once for each device, not for each tensor."""
-    found = {index: tensor.detach() for index, tensor in enumerate(tensors) if tensor.device.type == _HOST}
-    for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != _HOST):
+    found = {index: tensor.detach() for index, tensor in enumerate(tensors) if is_on_host(tensor)}
+    for device in dict.fromkeys(tensor.device for tensor in tensors if not is_on_host(tensor)):
         there = {index: tensor for index, tensor in enumerate(tensors) if tensor.device == device}
         contents = [bytes_of(tensor) for tensor in there.values()]
         parts = torch.cat(contents).cpu().split([len(each) for each in contents])

@@ -13,7 +13,7 @@ from lightning_hybrid.checkpoint.flat import OPTIMIZERS, references, take_tensor
 from lightning_hybrid.checkpoint.read import SavedFolder
 from lightning_hybrid.checkpoint.write import Tell, covered, tell_nothing
 from lightning_hybrid.layout import SIZE_OPTIONS
-from lightning_hybrid.text import columns
+from lightning_hybrid.text import columns, counted
 
 
 def summary(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
@@ -53,9 +53,10 @@ def table(content: Mapping[str, Any]) -> str:
         f"step {content['step']}, epoch {content['epoch']}",
         f"saved under {describe_layout(content['layout'])}",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"{len(rows)} tensors of {total:,} bytes in {len(files)} files of {sum(f['bytes'] for f in files.values()):,}",
+        f"{counted(len(rows), 'tensor')} of {total:,} bytes in {counted(len(files), 'file')} of"
+        f" {sum(f['bytes'] for f in files.values()):,} bytes",
     ]
-    lines = columns([("tensor", "shape", "dtype", "bytes", "boxes"), *rows], right=3)
+    lines = columns([("tensor", "shape", "dtype", "bytes", "pieces"), *rows], right=3)
     return "\n".join([*head, "", *lines])
 
 

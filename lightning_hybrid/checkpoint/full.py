@@ -125,22 +125,25 @@ def state_mismatches(
     The arguments are those of ``load_module_state``.
     """
     module_state = nn.Module.state_dict(root)
-    differences = []
+    shapes, lacking, unknown = [], [], []
     if strict:
-        differences += [f"{key} is in the model only" for key in module_state if key not in state]
-        differences += [f"{key} is in the checkpoint only" for key in state if key not in module_state]
+        lacking = [f"{key} is in the model only" for key in module_state if key not in state]
+        unknown = [f"{key} is in the checkpoint only" for key in state if key not in module_state]
     for key, value in module_state.items():
         if not isinstance(value, Tensor) or not isinstance(state.get(key), Tensor):
             continue
         shape = tuple(shards.full_shape(key.removeprefix(prefix), value))
         if shape != tuple(state[key].shape):
-            differences.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {shape} in the model")
-    if not differences:
+            shapes.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {shape} in the model")
+    kinds = [differences for differences in (lacking, unknown, shapes) if differences]
+    if not kinds:
         return ""
-    more = f"; {len(differences) - _LISTED} more differ" if len(differences) > _LISTED else ""
+    count, each = sum(map(len, kinds)), max(1, _LISTED // len(kinds))
+    listed = [difference for differences in kinds for difference in differences[:each]]
     return (
-        f"the checkpoint does not fit {type(root).__name__}, whose names and shapes it should have:"
-        f" {'; '.join(differences[:_LISTED])}{more}"
+        f"the checkpoint does not match {type(root).__name__}: {count} names or shapes differ:"
+        f" {'; '.join(listed)}{'; ...' if count > len(listed) else ''}; load a checkpoint of this model, or build the"
+        " one that was saved"
     )
 
 

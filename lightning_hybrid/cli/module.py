@@ -8,6 +8,7 @@ errors of the user's code are raised as they are.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import inspect
 import math
@@ -16,6 +17,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.classes import ConfiguredRun, section
@@ -100,6 +102,7 @@ def configured(parsed: argparse.Namespace) -> tuple[ConfiguredRun, TrainerConfig
 
 def layout_and_classes(parsed: argparse.Namespace, progress: Progress) -> tuple[Layout, ConfiguredRun, str, int]:
     """Return what a command line names, or its config: the layout, what makes the classes, precision, nodes."""
+    check_names(parsed.layout or "pp=2", parsed.tensor_plan)
     progress.phase(IMPORTING)
     made, config = configured(parsed)
     # After the classes: they decide which Lightning the process has, and a layout is checked with its strategy.
@@ -110,19 +113,41 @@ def layout_and_classes(parsed: argparse.Namespace, progress: Progress) -> tuple[
     return layout, made, parsed.precision or config.precision or "32-true", num_nodes
 
 
-def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
-    """Parse a layout, and check that it names options of the strategy.
+def check_names(text: str, tensor_plan: list[str] | None) -> None:
+    """Check a layout as far as its text tells, before the imports, which take seconds.
 
     Raises:
-        UsageError: It does not, or has an entry without a value or with one that the option does not take.
+        UsageError: It names something else than options, or has an entry without a value.
     """
-    from lightning_hybrid.verify import parse_layout
+    from lightning_hybrid.strategies.options.foreign import refuse_foreign
+    from lightning_hybrid.verify.layouts import parse_layout
 
     try:
         with usage_errors():
-            return checked(parse_layout(text, tensor_plan or ()))
+            given, own = parse_layout(text, tensor_plan or ()).strategy, _option_names()
+            refuse_foreign({name: value for name, value in given.items() if name not in own}, own)
     except TypeError as error:
         raise UsageError(f"--layout {text!r}: {error}; short names are dp, tp, pp, cp, ep, stages, m, zero") from error
+
+
+def _option_names() -> list[str]:
+    """The names of the strategy's arguments, from its file: an import of it imports torch."""
+    content = (Path(__file__).parents[1] / "strategies" / "hybrid3d.py").read_text(encoding="utf-8")
+    functions = (each for each in ast.walk(ast.parse(content)) if isinstance(each, ast.FunctionDef))
+    arguments = next(each.args for each in functions if each.name == "__init__")
+    return [each.arg for each in (*arguments.args, *arguments.kwonlyargs)]
+
+
+def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
+    """Parse a layout whose names are checked, and check its values.
+
+    Raises:
+        UsageError: An option does not take its value.
+    """
+    from lightning_hybrid.verify.layouts import parse_layout
+
+    with usage_errors():
+        return checked(parse_layout(text, tensor_plan or ()))
 
 
 def checked(layout: Layout) -> Layout:

@@ -21,6 +21,7 @@ from lightning_hybrid.cli.module import (
     add_classes_to,
     add_precision_to,
     add_tensor_plan_to,
+    check_names,
     checked,
     configured,
     layout_of,
@@ -70,6 +71,8 @@ def run(parsed: argparse.Namespace) -> int:
     """
     check_counts(parsed, "steps", "epochs", "num_microbatches")
     reports: list[Report] = []
+    for text in parsed.layout or ():
+        check_names(text, parsed.tensor_plan)
     with Progress("verify") as progress:
         progress.phase(IMPORTING)
         verification, layouts = _verification(parsed, progress)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.errors import RanksDisagree, StepError
-from lightning_hybrid.host_copies import HostReads, bytes_of
+from lightning_hybrid.host_copies import HostReads, bytes_of, is_on_host
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensors import as_plain_tensor
@@ -138,12 +138,16 @@ def _first_known(numbers: Sequence[float]) -> float:
     return next((number for number in known if not math.isnan(number)), known[0] if known else ABSENT)
 
 
-def batches_differ(checksums: Sequence[float], ranks: str) -> RanksDisagree:
-    """The error for ``ranks`` of one replica whose batches have these different checksums, by rank."""
+def batches_differ(checksums: Sequence[float], ranks: str, shapes: Sequence[object] = ()) -> RanksDisagree:
+    """The error for ``ranks`` of one replica whose batches have these different checksums, and shapes, by rank."""
+    differ = len(set(map(repr, shapes))) > 1
+    found, advice = f"checksums {checksums}", "seed samplers and augmentation without the rank"
+    if differ:
+        found, advice = f"shapes {', '.join(map(str, shapes))}", "give their loaders one batch size"
     return RanksDisagree(
-        f"the batch differs between the ranks of one replica (checksums {checksums} on {ranks} ranks 0 to"
-        f" {len(checksums) - 1}); every rank must draw the same samples: call seed_everything(...) before random data"
-        " are generated, and seed samplers and augmentation without the rank",
+        f"the batch differs between the ranks of one replica ({found} on {ranks} ranks 0 to {len(checksums) - 1});"
+        " every rank must draw the same samples: call seed_everything(...) before random data are generated, and"
+        f" {advice}",
         entry="batch-differs",
     )
 
@@ -154,24 +158,30 @@ def digest(leaves: Sequence[object]) -> int:
 
 
 class Digest:
-    """A digest of leaves as they are now, which the host reads later with other tensors."""
+    """A digest of leaves as they are now, which the host reads later where they are on a device."""
 
     def __init__(self, leaves: Sequence[object], reads: HostReads) -> None:
-        """Copy what is digested of the leaves, on their devices."""
+        """Digest the leaves in host memory; copy what is digested of the others, on their devices."""
         self._reads = reads
-        self._parts = [
-            (shape, reads.add(part)) if isinstance(part, Tensor) else part for shape, part in _digested(leaves)
-        ]
+        self._parts = [(shape, *self._begin(part)) for shape, part in _digested(leaves)]
+
+    def _begin(self, part: Tensor | float) -> tuple[float, bool]:
+        """The checksum of a part, or the number of a read that has begun, and which of the two it is."""
+        if not isinstance(part, Tensor):
+            return part, False
+        return (_checksum(part), False) if is_on_host(part) else (self._reads.add(part), True)
 
     def number(self) -> int:
         """The digest."""
         found = hashlib.blake2b(digest_size=6)  # exact in float64
-        for part in self._parts:
-            if isinstance(part, tuple):
-                content = bytes_of(self._reads.take(part[1])).numpy().tobytes()
-                part = part[0], zlib.crc32(content)
-            found.update(repr(part).encode())
+        for shape, number, is_waiting in self._parts:
+            content = _checksum(self._reads.take(int(number))) if is_waiting else number
+            found.update(repr((shape, content)).encode())
         return int.from_bytes(found.digest(), "little")
+
+
+def _checksum(part: Tensor) -> int:
+    return zlib.crc32(bytes_of(part).numpy().tobytes())
 
 
 def _digested(leaves: Sequence[object]) -> Iterator[tuple[tuple[int, ...], Tensor | float]]:

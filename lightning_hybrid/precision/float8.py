@@ -77,8 +77,7 @@ class Float8:
                 no layer is left to convert.
         """
         config = _config(self.recipe, self.emulate)
-        if not self.emulate:
-            _check_device()
+        self.check_device()
         linears = {name: m for name, m in root.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
         self._check_patterns(root, list(linears))
         reasons = {name: self._why_not(name, linear) for name, linear in linears.items()}
@@ -91,6 +90,15 @@ class Float8:
             )
         layers.convert(root, [name for name, why in reasons.items() if not why], config)
         return layers
+
+    def check_device(self) -> None:
+        """Check that the device has products in float8, unless they are emulated.
+
+        Raises:
+            Float8Error: It has none.
+        """
+        if not self.emulate:
+            _check_device()
 
     def check_autocast(self) -> None:
         """Check that torchao's layers follow autocast.

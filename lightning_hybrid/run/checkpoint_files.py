@@ -29,6 +29,8 @@ from lightning_hybrid.strategies.start.file_size import warn_of_large_single_fil
 from lightning_hybrid.strategies.world.failures import warn_of_missing_checkpoint
 from lightning_hybrid.strategies.world.ranks import RankWorld
 
+_LISTED = 4
+
 
 class CheckpointFiles:
     """Saves the checkpoints of one module as single files, and loads files and folders alike.
@@ -134,7 +136,7 @@ class CheckpointFiles:
         """Read a folder or a file on every rank; a resumed run draws what the saved one would.
 
         Raises:
-            CheckpointError: A folder is incomplete, or no checkpoint of this package.
+            CheckpointError: A folder is incomplete, or no checkpoint of this package; or a file is none of Lightning.
         """
         self.wait()
         if folder.is_folder(path):
@@ -150,6 +152,7 @@ class CheckpointFiles:
             # Lightning passes a function that leaves storages on the host; torch loads no quantized states by one.
             place: dict[str, Any] = {"map_location": "cpu"} if type(checkpoint_io) is TorchCheckpointIO else {}
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only, **place)
+            _check_kind(path, checkpoint)
         saved_by_ranks = checkpoint.get("hybrid3d", {})
         self.seed = saved_by_ranks.get("seed", self.seed)
         self._report_layout_change(path, checkpoint, saved_by_ranks.get("layout") or {})
@@ -167,7 +170,8 @@ class CheckpointFiles:
             counts = len(self._generator_states), self._world.layout.data_parallel_size
             lost = f"; the random generators of {counts[0]} replicas are not restored to {counts[1]}"
             has_lost = counts[0] not in (0, counts[1])
-            rank_zero_info(f"{path} was saved under {before} and resumes under {now}{lost * has_lost}")
+            zero = f", zero_stage={stage}" if (stage := self._options.zero_stage) else ""
+            rank_zero_info(f"{path} was saved under {before} and resumes under {now}{zero}{lost * has_lost}")
         replicas = math.prod(saved.get(axis, 1) for axis in ("dp_replicate", "dp_shard"))
         if replicas != self._world.layout.data_parallel_size:
             from lightning_hybrid.run.resumed_epochs import describe_epochs
@@ -187,3 +191,16 @@ class CheckpointFiles:
         if len(self._generator_states) == self._world.layout.data_parallel_size:
             restore_plain_states(self._generator_states[self._world.data_rank], self._world.device)
         self._generator_states = []
+
+
+def _check_kind(path: Any, checkpoint: Any) -> None:
+    """Refuse a file of something else, such as weights alone, in which Lightning would miss a key."""
+    if not isinstance(checkpoint, Mapping) or "pytorch-lightning_version" not in checkpoint:
+        keys = list(map(str, checkpoint)) if isinstance(checkpoint, Mapping) else []
+        found = f" with the keys {', '.join(keys[:_LISTED])}{', ...' * (len(keys) > _LISTED)}" if keys else ""
+        raise CheckpointError(
+            f"{path} is no checkpoint of Lightning but a {type(checkpoint).__name__}{found}, and has no"
+            " 'pytorch-lightning_version'; ckpt_path resumes a run, so to start from weights alone call"
+            " module.load_state_dict before fit, and leave ckpt_path out",
+            entry="other-kind",
+        )

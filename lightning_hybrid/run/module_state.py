@@ -238,7 +238,7 @@ class FullOrShardedState:
             return
         try:
             self._module.load_state_dict(state, strict=strict)
-        except RuntimeError as error:
+        except RuntimeError:
             if differing := state_mismatches(self._module, state, self._shards, strict=strict):
-                raise CheckpointError(differing, entry="other-model") from error
+                raise CheckpointError(differing, entry="other-model") from None
             raise

@@ -130,7 +130,7 @@ class ModulePartition:
         fallback = Fallback(setting.module, mesh, axes, reason, strict=strict, may_retry=retries)
         self._set(fallback=fallback, mesh=fallback.mesh)
         if not self.may_retry:
-            fallback.announce(error)
+            fallback.announce_once_run(error)
         self._plan_on_mesh()
 
     @property

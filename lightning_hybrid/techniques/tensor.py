@@ -177,7 +177,7 @@ class TensorParallel(Technique):
             except LayoutError:  # which a run may not raise
                 return self._searched(plan_unit)
         if cache is not None:
-            self.summary = f"plans of layers: {cache.summary(cache.save())}"
+            self.summary = f"how to split layers: {cache.summary(cache.save())}"
         return plans
 
     def _searched(self, find: Callable[..., UnitPlan]) -> dict[str, UnitPlan]:

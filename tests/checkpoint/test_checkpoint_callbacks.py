@@ -282,7 +282,7 @@ def test_load_without_trainer_and_into_another_model(worlds, tmp_path):
         edited = SavedFolder(tmp_path / "edited.ckpt").checkpoint()
         assert set(edited["state_dict"]) == {*saved, "first.weight"} - {"head.2.bias", "backbone.0.0.weight"}
         assert edited["mine"][0] == 0
-        assert "does not fit Wider" in message and "more.weight is in the model only" in message
+        assert "does not match Wider" in message and "more.weight is in the model only" in message
         assert "head.0.weight has shape (4, 4) in the checkpoint and (6, 4) in the model" in message
 
 

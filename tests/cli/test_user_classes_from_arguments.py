@@ -1,6 +1,8 @@
 """Classes by their paths, their arguments as LightningCLI reads them, scripts, and config files."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -158,7 +160,7 @@ def test_layouts_of_a_config_that_are_refused(trainer, text, tmp_path, capsys):
         ([f"{CLASSES}:Stack", "--config", "missing.yaml"], "missing.yaml"),
         ([f"{CLASSES}:Stack", "--layout", "pp"], "name=value"),
         ([f"{CLASSES}:Stack", "--layout", "xx=2"], "the strategy has no option 'xx'"),
-        ([f"{CLASSES}:Stack", "--layout", "zero_stag=2"], "the nearest are zero_stage"),
+        ([f"{CLASSES}:Stack", "--layout", "zero_stag=2"], "did you mean zero_stage"),
         ([f"{CLASSES}:Stack", "--layout", "dp=2,stage=3"], "stage=3 is a keyword of DeepSpeed: set zero_stage"),
         ([f"{CLASSES}:Stack", "--layout", "schedule=none"], "schedule='none' is unknown"),
     ],
@@ -167,6 +169,25 @@ def test_layouts_of_a_config_that_are_refused(trainer, text, tmp_path, capsys):
 def test_invalid_command_lines(command, arguments, text, capsys):
     assert main([command, *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+LAYOUT_TYPOS = [
+    ("tp=2,fsdp=2", "fsdp=2 is a keyword of accelerate: set data_parallel_size to the number of ranks, and zero_stage"),
+    ("tp=2,zer=3", "no option 'zer'"),
+    ("tp=x", "sizes must be whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("layout", "text"), LAYOUT_TYPOS)
+@pytest.mark.parametrize("command", ["verify", "explain", "dryrun"])
+def test_typos_of_a_layout_are_found_before_torch_is_imported(command, layout, text):
+    code = (
+        "import sys, lightning_hybrid.cli as cli; status = cli.main(sys.argv[1:]);"
+        " sys.exit(9 if 'torch' in sys.modules else status)"
+    )
+    command = [sys.executable, "-c", code, command, "no_such_module:Net", "--layout", layout]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and text in ended.stderr, ended.stderr
 
 
 def test_errors_of_imported_code_are_raised(tmp_path):

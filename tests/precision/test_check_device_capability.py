@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from harness.trainer_runs import trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
-from lightning_hybrid.errors import PrecisionError
+from lightning_hybrid.errors import Float8Error, PrecisionError
 from lightning_hybrid.precision.capability import check_device_precision
+from lightning_hybrid.precision.float8 import Float8
+from models.tiny import Tiny, loader
 
 CUDA = torch.device("cuda", 1)
 
@@ -72,3 +75,16 @@ def test_the_strategy_checks_its_device(capability, monkeypatch):
         monkeypatch.setattr(type(strategy), "root_device", CUDA)
         with pytest.raises(kind, match=words):
             strategy.setup_environment()
+
+
+def test_a_lacking_precision_is_found_before_ranks_start(capability, monkeypatch):
+    trainer = trainer_of(2, 2, plugins=[HybridPrecision("32-true", float8=Float8())])
+    with pytest.raises(Float8Error, match=r"need a GPU .*torch finds no GPU; pass Float8\(emulate=True\)"):
+        trainer.fit(Tiny(), loader(4))
+    assert not trainer.strategy.launcher.procs
+    capability(7, 5)
+    trainer = trainer_of(2, 2, precision="bf16-mixed")
+    monkeypatch.setattr(type(trainer.strategy), "root_device", CUDA)
+    with pytest.raises(PrecisionError, match=r"needs compute capability 8.0, .*7.5; set precision='16-mixed'"):
+        trainer.fit(Tiny(), loader(4))
+    assert not trainer.strategy.launcher.procs

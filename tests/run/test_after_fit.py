@@ -138,7 +138,7 @@ def test_checkpoint_on_one_rank_of_sharded_layers(worlds, tmp_path, further):
 
 def assert_refused_soon(results):
     assert all(text != "saved" and seconds < 20 for text, seconds in results), results
-    assert all("call it on all ranks" in text for text, _ in results), results
+    assert all("make the same calls on all ranks" in text for text, _ in results), results
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
 """What is said of a step for which ranks hold shards advises nothing worse than shards."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
+from harness.trainer_runs import lines_of_lightning, trainer_of
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, LayoutError, StepError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.run.contexts import _advise
 from lightning_hybrid.step.standins.numbers import branch_message, content_message
 from lightning_hybrid.strategies.state.layout_changes import Fallback
+from models.tiny import Tiny, loader
 
 REASONS = {
     branch_message("net.py:3"): ", use torch.where",
@@ -67,3 +71,66 @@ def test_module_of_the_step_is_named():
     module = nn.Linear(1, 1)
     with pytest.raises(LayoutError, match=r"Linear\.training_step cannot be run under pipeline_parallel_size=2: why;"):
         Fallback(module, Mesh(), ["pp"], "why", strict=True).announce()
+
+
+def test_an_error_of_the_step_is_announced_once_the_step_has_run():
+    fallback = fallback_of("RuntimeError: mat1 and mat2", strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fallback.line == ""
+        fallback.announce_once_run(None)
+    with pytest.warns(UserWarning, match="sharded instead of pipelined: RuntimeError: mat1 and mat2"):
+        fallback.has_run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fallback.has_run()
+
+
+class Mistaken(Tiny):
+    """Its step fails from some batch on, with the message of its kind."""
+
+    def __init__(self, first_batch):
+        super().__init__()
+        self.first_batch = first_batch
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if len(batch["x"]) in (1, 3) or self.first_batch == 0:
+            loss = loss + (batch["x"] @ torch.ones(3, 3, dtype=torch.float64)).sum()
+        return loss
+
+
+class FailsRecordedOnly(Tiny):
+    """Runs on real values alone, with an error that is none of this package's."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if type(loss.detach()) is not torch.Tensor:
+            raise RuntimeError("not on stand-ins")
+        return loss
+
+
+def run_with(module, layout, samples, *args):
+    """What a run tells on this rank, and its error."""
+    trainer = trainer_of(2, 1, strategy_options={"num_microbatches": 2, **layout})
+    with warnings.catch_warnings(record=True) as caught, lines_of_lightning() as lines:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module(*args), loader(4, samples))
+        except RuntimeError as error:
+            lines.append(f"raised: {error}")
+    return "\n".join([*lines, *(str(each.message) for each in caught)])
+
+
+@pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
+@pytest.mark.parametrize(("first_batch", "samples"), [(0, 16), (1, 15)])
+def test_a_mistake_in_the_step_is_raised_as_itself(worlds, axis, first_batch, samples):
+    for told in worlds.run(2, run_with, Mistaken, {axis: 2}, samples, first_batch):
+        assert told.count("raised: mat1 and mat2 shapes cannot be multiplied") == 1, told
+        assert "sharded instead of" not in told, told
+
+
+@pytest.mark.parametrize("samples", [4, 16])
+def test_a_step_that_runs_unrecorded_alone_is_warned_of(worlds, samples):
+    told, _ = worlds.run(2, run_with, FailsRecordedOnly, {"pipeline_parallel_size": 2}, samples)
+    assert told.count("sharded instead of pipelined: RuntimeError: not on stand-ins") == 1, told

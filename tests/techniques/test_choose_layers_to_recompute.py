@@ -184,7 +184,7 @@ def policies_by_both(_):
 
 
 def test_invalid_requests(worlds):
-    with pytest.raises(ValueError, match="recompute='half'; use 'full' for all layers, 'selective' or"):
+    with pytest.raises(ValueError, match="recompute='half'; use 'full', 'selective', a budget"):
         Hybrid3DStrategy(recompute="half")
     for nothing in (0, 1.5, True, {"*": 2}, [int]):
         with pytest.raises(ValueError, match=re.escape(f"recompute={nothing!r}; use")):

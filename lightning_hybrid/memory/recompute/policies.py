@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
+from lightning_hybrid.memory.amounts import parse_budget
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]
@@ -43,10 +43,8 @@ def check_recompute(recompute: Any) -> None:
     if is_list and all(isinstance(each, str) or _is_module_class(each) for each in recompute):
         return
     raise ValueError(
-        f"recompute={recompute!r}; use 'full' for all layers, 'selective' or a share of bytes such as 0.4 to keep what"
-        " is expensive to compute, an integer n for every n-th, names or classes of layers such as"
-        " ['model.layers.*'], a mapping of these to 'full', 'selective', a share or 'keep', or a budget of the rank:"
-        f" {SPELLINGS}"
+        f"recompute={recompute!r}; use 'full', 'selective', a budget such as '6GiB', or names of layers such as"
+        " ['model.layers.*'] (docs/reference/options.md#recompute has more)"
     )
 
 

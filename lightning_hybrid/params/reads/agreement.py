@@ -26,6 +26,7 @@ _ADVICE_ON_WRITES = (
 Meet: TypeAlias = Callable[[str, dist.ProcessGroup], None]
 # The first calls of each hook, this many, are compared although they read nothing, by [Note: comparing at the end].
 _COMPARED_CALLS = 2
+_END = "the end of the hook"
 _ORDER = 1_000_003  # makes what is written first and last differ
 
 
@@ -75,14 +76,14 @@ class HookAgreement:
             RanksDisagree: They are not; raised on every rank.
         """
         self._num_checks += 1
-        line = user_line()
+        line = "" if what == _END else f" ({user_line()})"
         digest = zlib.crc32(f"{hook} {what} {line.rsplit('/', 1)[-1]}".encode())
         try:
-            self._meet(f"{hook}: {what}{why and f' for {why}'} ({line})", self.group)
+            self._meet(f"{hook}: {what}{why and f' for {why}'}{line}", self.group)
         except NotOnAllRanks as error:
             self._num_checks -= 1
             advice = _ADVICE_ON_WRITES if self._written else _ADVICE
-            raise RanksDisagree(f"{error}. {advice}", entry="hook-ranks") from error
+            raise RanksDisagree(f"{error}. {advice}", entry="hook-ranks") from None
         mine = torch.cat([torch.tensor([digest, self._num_checks], device=self._device), self._digest.reshape(1)])
         written, self._written, self._digest = list(self._written), {}, torch.zeros_like(self._digest)
         rows = [torch.empty_like(mine) for _ in range(self.group.size())]
@@ -96,7 +97,7 @@ class HookAgreement:
                 f" replicas. {_ADVICE_ON_WRITES}",
                 entry="replica-writes",
             )
-        texts = self.gather_objects(f"{what}{why and f' for {why}'} ({line})")
+        texts = self.gather_objects(f"{what}{why and f' for {why}'}{line}")
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RanksDisagree(
             f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"
@@ -122,7 +123,7 @@ class HookAgreement:
         if self._num_checks > before:
             self._reading.add(hook)
         if self._written or hook in self._reading or (is_on_all_ranks and self._calls[hook] <= _COMPARED_CALLS):
-            self.agree_on(hook, "leaves the hook")
+            self.agree_on(hook, _END)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Gather an object from each rank; collective."""

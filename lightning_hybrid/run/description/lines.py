@@ -58,8 +58,10 @@ def describe_batch(run: Run, batch: RecordedBatch | None, assignment: Assignment
     if batch.samples is not None:
         size = math.ceil(batch.samples / count)
         about = "" if size * count == batch.samples else "up to "
+        even = max(n for n in range(1, count + 1) if batch.samples % n == 0)
         total = batch.samples * replicas * accumulated
         line = f"batch: {total} samples = {' x '.join(factors)} of {about}{size}"
+        line += f" (num_microbatches={even} makes them equal)" if about and even > 1 else ""
     if assignment is None:
         return line
     return f"{line}; predicted bubble {100 * predicted_bubble(run, assignment, count):.0f} %"

@@ -49,7 +49,8 @@ class LayoutChooser(OwnedByRun, StepPolicy):
         self._execution = execution
         # Training batches that may still show that the step can be partitioned: what the start hooks set comes after
         # the first recording, and so does what the first batch sets.
-        self._num_tries = 2 if owner.setting.is_fitting and owner.setting.needs_runner else 0
+        is_tried = owner.setting.is_fitting and owner.setting.needs_runner and not owner.setting.is_manual
+        self._num_tries = 2 if is_tried else 0
         self._in_optimizer_step = False
         self._is_unsplit = False  # whether batches of any replica are not split, as all replicas know
         self._broken_batch: int | None = None  # number of the last batch in which the step left its trace
@@ -72,7 +73,9 @@ class LayoutChooser(OwnedByRun, StepPolicy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Change the layout if this batch requires another; runs after hooks of the user."""
-        module, runner = self.setting.module, self.run.runner
+        module, runner, fallback = self.setting.module, self.run.runner, self.run.fallback
+        if fallback is not None:
+            fallback.has_run()
         if not module.automatic_optimization or runner is None:
             return
         # The first batch of an epoch, and the batches 1, 2, 4, ... of the run.
@@ -93,7 +96,10 @@ class LayoutChooser(OwnedByRun, StepPolicy):
     def on_train_end(self) -> None:
         """Announce the fallback of a run so short that no batch was left to try the step."""
         fallback = self.run.fallback
-        if self._num_tries and fallback is not None and self._batches >= 0:
+        if fallback is None:
+            return
+        fallback.has_run()
+        if self._num_tries and self._batches >= 0:
             self._num_tries = 0
             fallback.announce()
 

@@ -7,6 +7,7 @@ any time, also while most parameters live on other ranks.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -99,8 +100,13 @@ class Recipe:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Write no checkpoint inside, as ranks hold stand-ins; let a step that is to be replayed wait for no rank."""
+        """Write no checkpoint inside, as ranks hold stand-ins; let a step that is to be replayed wait for no rank.
+
+        Numbers that are made up, to visit branches, are not printed.
+        """
         with contextlib.ExitStack() as stack:
+            if self.guesses or self.absent_number is not None:
+                stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             if trainer := getattr(self.root, "_trainer", None):
                 ignored = replaced(trainer, "save_checkpoint", lambda *_, **__: None, reason="none of a recording")
                 stack.enter_context(ignored)

@@ -9,6 +9,7 @@ A step that branches on such values is recorded several times with different ans
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 import numpy
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -90,6 +92,16 @@ class AbsentFloat(float):
         result: float = getattr(float, name)(float(first), *others)
         return result
 
+    def __str__(self) -> str:
+        """As a NaN is printed, with a notice."""
+        tell_absent(self.line)
+        return super().__repr__()
+
+    def __format__(self, how: str) -> str:
+        """As a NaN is printed, with a notice."""
+        tell_absent(self.line)
+        return super().__format__(how)
+
     def _refuse(self, *_: Any) -> NoReturn:
         raise ControlFlowError(branch_message(self.line), entry="branch")
 
@@ -148,6 +160,17 @@ def content_message(line: str, name: str) -> str:
         f"{line}: .{name}() reads values of the model that are not available while the step is recorded, nor later on"
         " every pipeline stage; compute with torch functions before you read (an array that is read may be kept on the"
         f" module unchanged), keep the tensor itself (it is filled in after the step), or {WITHOUT_STAGES}"
+    )
+
+
+@functools.cache
+def tell_absent(line: str) -> None:
+    """Tell, once for each line, why a number that the step prints is NaN."""
+    rank_zero_info(
+        f"{line}: prints NaN or 'absent' in place of a number of the model while the step is recorded, before the"
+        " first batch, and on pipeline ranks that do not compute it; the rank that does prints one per microbatch. For"
+        " the number of the batch call self.log(name, tensor), and print trainer.callback_metrics[name] in"
+        " on_train_batch_end (docs/semantics/steps.md)"
     )
 
 

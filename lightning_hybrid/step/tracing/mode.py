@@ -35,6 +35,7 @@ from lightning_hybrid.step.standins.numbers import (
     branch_message,
     content_message,
     stand_in_for_content,
+    tell_absent,
 )
 from lightning_hybrid.step.standins.tensors import SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta, is_absent
 from lightning_hybrid.step.tracing.compiled import EagerSwitch
@@ -209,10 +210,9 @@ class StepMode(TorchFunctionMode, ABC):
             number = AbsentFloat(line, values)
             # Python requires a plain float there, and would warn.
             return float(number) if name == "__float__" else number
-        if name == "__format__":
-            return "nan"
         if name in TEXT_READS:
-            return f"absent{tuple(absent[0].shape)}"
+            tell_absent(line)
+            return "nan" if name == "__format__" else f"absent{tuple(absent[0].shape)}"
         if name in CONTENT_READS:
             if name not in ("tolist", "numpy") or any(self.values[value].dynamic for value in values):
                 raise ControlFlowError(content_message(line, name), entry="content")

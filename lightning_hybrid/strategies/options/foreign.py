@@ -63,6 +63,7 @@ ADVICE: dict[str, dict[str, str]] = {
         "cp_size": "set context_parallel_size",
         "dp_replicate_size": _COPIES,
         "dp_shard_size": _COPIES,
+        "fsdp": "set data_parallel_size to the number of ranks, and zero_stage=3",
         "fsdp_reshard_after_forward": "set reshard_after_forward to the same value",
         "fsdp_version": "leave it out: there is one",
         "gradient_accumulation_steps": "set Trainer(accumulate_grad_batches=...), or num_microbatches for parts of a"
@@ -175,4 +176,5 @@ def refuse_foreign(keywords: Mapping[str, Any], own: Collection[str]) -> None:
         if name in _SHORT:
             raise TypeError(f"the strategy has no option {name!r}; set {_SHORT[name]}={reprlib.repr(value)}")
         near = difflib.get_close_matches(name, own, n=3)
-        raise TypeError(f"the strategy has no option {name!r}{'; the nearest are ' if near else ''}{', '.join(near)}")
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise TypeError(f"the strategy has no option {name!r}{meant}")

@@ -308,8 +308,8 @@ class Options:
             may_be_file = is_file and what != "gradients"
             if what not in ("parameters", "gradients", "optimizer_states") or (where != "cpu" and not may_be_file):
                 raise ValueError(
-                    f"offload={self.offload!r}; use 'cpu', 'disk:PATH' for optimizer states in files, or a mapping with"
-                    " 'optimizer_states' and 'parameters' ('cpu' or 'disk:PATH') and 'gradients' ('cpu')"
+                    f"offload={self.offload!r}; use 'cpu', 'disk:PATH', or a mapping such as"
+                    " {'optimizer_states': 'cpu'} (docs/reference/options.md#offload has more)"
                 )
         return dict(given)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hybrid.errors import WITHOUT_STAGES, LayoutError
+from lightning_hybrid.errors import WITHOUT_STAGES, LayoutError, is_name_of_error
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.shards import LocalShards
 from lightning_hybrid.pipeline.stages.plan import StagePlan
@@ -111,6 +111,13 @@ class Fallback:
         self._sizes = ", ".join(f"{_SIZES[axis]}={size}" for axis, size in sizes.items())
         self._place = "pipelined" if list(axes) == ["pp"] else "cut"
         self.mesh = mesh.with_shards_over(list(sizes))
+        self._untold = False
+
+    @property
+    def _is_of_the_step(self) -> bool:
+        """Whether the reason is an error that the user's own code may raise without stages too."""
+        kind, colon, _ = self.reason.partition(":")
+        return bool(colon) and kind.isidentifier() and kind[0].isupper() and not is_name_of_error(kind)
 
     @property
     def refusal(self) -> str:
@@ -119,8 +126,20 @@ class Fallback:
 
     @property
     def line(self) -> str:
-        """The line of the start table; "" where a warning before it has said the same."""
-        return f"sharded instead of {self._place}: {self.reason}" if self._may_retry else ""
+        """The line of the start table; "" where a warning says the same: before it, or once the step has run."""
+        is_told = self._may_retry and not self._is_of_the_step
+        return f"sharded instead of {self._place}: {self.reason}" if is_told else ""
+
+    def announce_once_run(self, error: Exception | None) -> None:
+        """Announce; an error of the step only after it has run: a mistake in it ends the run as itself."""
+        self._untold = self._is_of_the_step and not self._strict
+        if not self._untold:
+            self.announce(error)
+
+    def has_run(self) -> None:
+        """Announce what was left until the step has run, which it has."""
+        if self._untold:
+            self.announce()
 
     def announce(self, error: Exception | None = None, *, reason: str = "") -> None:
         """Warn that ranks hold shards, and why (``reason`` replaces the first), now that no batch can change that.
@@ -128,8 +147,9 @@ class Fallback:
         Raises:
             LayoutError: The user wants the layout or nothing.
         """
-        shown, self.reason = self.reason, _NO_STAGES.sub("", reason) or self.reason
-        is_in_table = self._may_retry and self.reason == shown
+        shown, self.reason = self.line, _NO_STAGES.sub("", reason) or self.reason
+        is_in_table = bool(shown) and self.line == shown
+        self._untold = False
         why = " (the start table has the reason)" if is_in_table else f": {self.reason}"
         if self._strict:
             name = f"{type(self._module).__name__}.training_step"

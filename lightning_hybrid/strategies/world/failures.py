@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.collectives.arrivals import store_of_run, wait_until
-from lightning_hybrid.errors import add_error_note, error_notes_of
+from lightning_hybrid.errors import NotOnAllRanks, RanksDisagree, add_error_note, error_notes_of
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.shared_memory.sockets import close_peer_sockets
 from lightning_hybrid.strategies.world.callbacks import RunCallback
@@ -103,7 +103,7 @@ class RankFailures(RunCallback):
             shorten(error, text)
             self._close(reason)
             return
-        is_same = first != cause and first.endswith(f" failed: {_brief(error)}")
+        is_same = first != cause and _is_reported_by(first, error)
         failed = " ".join(first.split()[:2])  # "rank 0"
         shorten(error, f"rank {self._mesh.rank} stopped: {failed} failed (see there)" if is_same else "")
         if self._all_reported(_SECONDS_FOR_PEERS):
@@ -209,6 +209,14 @@ def _hook_of(error: BaseException) -> str:
             hook = frames.tb_frame.f_locals.get("hook_name", hook)
         frames = frames.tb_next
     return hook
+
+
+def _is_reported_by(first: str, error: BaseException) -> bool:
+    """Whether the first failure is the same as an error, or tells of the same disagreement from the other side."""
+    disagree = NotOnAllRanks, RanksDisagree
+    if isinstance(error, disagree) and any(f" failed: {kind.__name__}: " in first for kind in disagree):
+        return True
+    return first.endswith(f" failed: {_brief(error)}")
 
 
 def _brief(error: BaseException) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.collectives.agreement import RANKS, batches_differ, digest
 from lightning_hybrid.collectives.arrivals import store_of_run
@@ -16,6 +14,7 @@ from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.world.callbacks import RunCallback
+from lightning_hybrid.strategies.world.lengths import has_stream
 from lightning_hybrid.text import spanned_names
 
 
@@ -45,11 +44,14 @@ class FirstStep(RunCallback):
         self._first_step = trainer.global_step
         leaves, group = flatten(batch)[0], self._mesh.group("replica")
         has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
-        is_stored = self._replicas > 1 and has_tensors and _has_stream(trainer)
+        is_stored = self._replicas > 1 and has_tensors and has_stream(trainer)
         own = digest(leaves) if is_stored or group.size() > 1 else 0
-        if group.size() > 1 and len(set(digests := gather_on_all(own, group))) > 1:
+        shape = next((tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)), ())
+        found = gather_on_all((own, shape), group) if group.size() > 1 else [(own, shape)]
+        digests, shapes = zip(*found, strict=True)
+        if len(set(digests)) > 1:
             axis = next((axis for axis in RANKS if self._mesh.size(axis) == group.size()), "replica")
-            raise batches_differ(digests, RANKS.get(axis, axis))
+            raise batches_differ(digests, RANKS.get(axis, axis), shapes)
         if is_stored:
             replica = self._mesh.layout.data_rank(self._mesh.rank)
             self._store.set(f"batch-{replica}", str(own))
@@ -83,10 +85,3 @@ def _without_gradient(module: pl.LightningModule) -> list[str]:
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     without = [name for name, parameter in trained.items() if parameter.grad is None]
     return without if len(without) < len(trained) else []
-
-
-def _has_stream(trainer: pl.Trainer) -> bool:
-    """Whether training data come from anything else than a DataLoader of a dataset with a length."""
-    combined = trainer.fit_loop._combined_loader
-    loaders = combined.flattened if isinstance(combined, CombinedLoader) else []
-    return any(not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset) for one in loaders)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from lightning_hybrid.strategies.world.traces import shorten, trim
 # The results that Lightning's own launcher returns are the weights, `callback_metrics`, and one `best_model_path`.
 _METRICS = ("logged_metrics", "progress_bar_metrics")
 _SECONDS_TO_REPORT = 5.0
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -67,7 +69,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return super().launch(function, *args, **kwargs)
 
     def _call_children_scripts(self) -> None:
-        super()._call_children_scripts()
+        # Else ranks that lose the store print frames of its C++ code, above the line that says which rank has died.
+        is_set = _LOG_LEVEL in os.environ
+        os.environ.setdefault(_LOG_LEVEL, "ERROR")
+        try:
+            super()._call_children_scripts()
+        finally:
+            if not is_set:
+                del os.environ[_LOG_LEVEL]
         self.procs: Any = [_Child(process) for process in self.procs]
 
 

@@ -239,14 +239,22 @@ class RankedStrategy(ParallelStrategy):
             self._launcher = ScriptLauncher(self, self._environment)
 
     def check_before_ranks(self, function: Any, *args: Any, **kwargs: Any) -> None:
-        """Check sizes, and the method of the Trainer that ranks are about to be started for."""
+        """Check sizes, precision, and the method of the Trainer that ranks are about to be started for."""
         try:
+            # A process that has asked a GPU for its arithmetic cannot fork ranks that use it.
+            if self.options.start_method == "popen" or self.root_device.type == "cpu":
+                self._check_precision()
             if not self.options.asks_for_plan:
                 self._resolve_layout()
             check_call(self.options, function, *args, **kwargs)
         except Exception as error:
             shorten(error)
             raise
+
+    def _check_precision(self) -> None:
+        check_device_precision(getattr(self.precision_plugin, "precision", ""), self.root_device)
+        if float8 := getattr(self.precision_plugin, "float8", None):
+            float8.check_device()
 
     def set_world_ranks(self) -> None:
         """Set this rank in an environment that has no ranks of its own; the Trainer calls this when it is made.
@@ -272,7 +280,7 @@ class RankedStrategy(ParallelStrategy):
         check_connections()
         if self._has_ranks and self._environment.creates_processes_externally:
             self._environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        check_device_precision(getattr(self.precision_plugin, "precision", ""), self.root_device)
+        self._check_precision()
         requested = self.options.process_group_backend
         if requested == "gloo" and self.root_device.type == "cuda":
             raise ValueError(f"process_group_backend='gloo': gloo sends no tensor on {self.root_device}; leave it out")

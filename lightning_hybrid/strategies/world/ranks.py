@@ -26,6 +26,7 @@ from lightning_hybrid.strategies.world.callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.evaluation import evaluate_each_sample_once
 from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures
 from lightning_hybrid.strategies.world.first_step import FirstStep
+from lightning_hybrid.strategies.world.lengths import EqualLengths
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.user_world import ReplicaWorld, published
 
@@ -86,6 +87,7 @@ class RankWorld:
             self.until_end.callback(failures.stop_watching)
             self.until_end.callback(EpochMetrics().enter(trainer))
             self.until_end.callback(FirstStep(self.mesh).enter(trainer))
+            self.until_end.callback(EqualLengths(self.mesh, self.progress).enter(trainer))
             how = self.mesh.group("data"), self.rendezvous, self.as_launcher
             self.until_end.callback(gather_over_replicas(trainer.lightning_module, *how))
 

@@ -129,8 +129,8 @@ class Rendezvous:
                 others = {reason: [rank for rank in absent if absent[rank] == reason] for reason in absent.values()}
                 raise NotOnAllRanks(
                     f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own shard"
-                    f" or batches, but {'; '.join(f'ranks {found} {reason}' for reason, found in others.items())}; call"
-                    " it on all ranks: only the first writes the file",
+                    f" or batches, but {'; '.join(f'ranks {found} {reason}' for reason, found in others.items())}; make"
+                    " the same calls on all ranks, without `if trainer.is_global_zero:`; only the first writes files",
                     entry="save-ranks",
                 )
 

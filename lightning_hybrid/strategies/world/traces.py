@@ -6,6 +6,7 @@ where they are the news: an error that this package did not raise on purpose, an
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import torch
 _OWN = str(Path(__file__).resolve().parents[2])
 _LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames
 # "<string>" has the methods that dataclasses write.
-_LIBRARIES = ("<string>", _OWN, *lightning.__path__, *torch.__path__)
+_LIBRARIES = ("<string>", contextlib.__file__, _OWN, *lightning.__path__, *torch.__path__)
 
 
 def shorten(error: BaseException, line: str = "") -> None:

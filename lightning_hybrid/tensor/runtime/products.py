@@ -50,8 +50,12 @@ class Product:
         return weight, self._module._parameters.get("bias")
 
     def of_columns(self, weight: Tensor) -> Tensor:
-        """The weight, or its gradient, as (out, in); or one of that shape as the module has it."""
+        """The weight as (out, in)."""
         return weight.t() if self._is_transposed else weight
+
+    def of_weight(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the weight as the module has it, to the bit as torch's; from (rows, in) and (rows, out)."""
+        return x.t().mm(grad) if self._is_transposed else grad.t().mm(x)
 
     def _in_one(self, x: Tensor) -> bool:
         """Whether one autograd function may multiply a value, of any shape, and communicate."""
@@ -114,8 +118,8 @@ class _EnterByProduct(torch.autograd.Function):
         if not addends:
             return None, None, None, None, None
         total = (addends[0] if len(addends) == 1 else addends[0] + addends[1]).contiguous()
-        if torch.is_grad_enabled():  # these gradients are differentiated
-            return leave(total, ctx.ranks), *_of_parameters(ctx, grad, x, weight), None, None
+        if torch.is_grad_enabled():  # these gradients are differentiated, and the value is outside of the region
+            return leave(total, ctx.ranks), *_of_parameters(ctx, grad, enter(x, ctx.ranks), weight), None, None
         arriving = ctx.ranks.start_all_reduce(total)
         of_parameters = _of_parameters(ctx, grad, x, weight)
         return arriving.wait(), *of_parameters, None, None
@@ -136,7 +140,8 @@ class _LeaveByProduct(torch.autograd.Function):
         """The gradients, of the same shapes."""
         x, weight = ctx.saved_tensors
         inside = enter(grad, ctx.ranks) if torch.is_grad_enabled() else grad  # they may be differentiated
-        of_weight, of_bias = _of_parameters(ctx, inside, x, weight)
+        # All ranks have the bias, which is added outside of the region.
+        of_weight, of_bias = _of_weight(ctx, inside, x, weight), _of_bias(ctx, grad)
         return _of_input(ctx, inside, x, weight), of_weight, of_bias, None, None
 
 
@@ -156,8 +161,14 @@ def _of_input(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def _of_parameters(ctx: Any, grad: Tensor | None, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of weight and bias, of their shapes."""
-    if grad is None:
-        return None, None
-    rows = grad.flatten(0, -2)
-    of_weight = ctx.product.of_columns(rows.t().mm(x.to(grad.dtype).flatten(0, -2)).to(weight.dtype))
-    return of_weight, rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+    return (None, None) if grad is None else (_of_weight(ctx, grad, x, weight), _of_bias(ctx, grad))
+
+
+def _of_weight(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the weight, of its shape."""
+    return ctx.product.of_weight(x.to(grad.dtype).flatten(0, -2), grad.flatten(0, -2)).to(weight.dtype)
+
+
+def _of_bias(ctx: Any, grad: Tensor) -> Tensor | None:
+    """The gradient of the bias, of its shape."""
+    return grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None

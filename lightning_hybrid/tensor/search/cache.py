@@ -35,6 +35,7 @@ from lightning_hybrid.tensor.proof.narrow import narrow_layer
 from lightning_hybrid.tensor.proof.proof import prove_cached
 from lightning_hybrid.tensor.search.requests import UnitRequests
 from lightning_hybrid.tensor.search.unit import plan_unit
+from lightning_hybrid.text import counted
 
 FILE_NAME = "tensor_plans.json"
 _MAX_PLANS = 500
@@ -104,8 +105,8 @@ class PlanCache:
 
     def summary(self, unwritten: str | None) -> str:
         """Describes where plans came from; `unwritten` is the reason why the file could not be written, if any."""
-        text = f"{self.num_searched} searched, {self.num_read} read from {self.path} and proved again"
-        return text if unwritten is None else f"{text}; nothing is kept for the next run: {unwritten}"
+        text = f"found for {counted(self.num_searched, 'layer')}, and read for {self.num_read} from {self.path}"
+        return text if unwritten is None else f"{text}, which is not written for the next run: {unwritten}"
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -1,5 +1,7 @@
 """Absent tensors, numbers and arrays: they know their shape, and refuse what needs their content."""
 
+import contextlib
+import io
 import math
 
 import numpy
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.trainer_runs import lines_of_lightning, trainer_of
 from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.standins.numbers import (
@@ -18,6 +21,7 @@ from lightning_hybrid.step.standins.numbers import (
 )
 from lightning_hybrid.step.standins.tensors import drop, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.tracing.mode import in_canonical_order
+from models.tiny import Tiny, loader
 
 
 def test_dropped_parameter_keeps_its_identity_and_is_refilled():
@@ -75,3 +79,29 @@ def test_comparison_is_symmetric():
     assert name == "lt" and args[0] is first and torch.equal(func(*args), batch > first)
     assert ordered("lt", torch.lt, first, second)[0] == "lt"
     assert ordered("lt", torch.lt, second, 3)[0] == "lt"
+
+
+class Prints(Tiny):
+    """Prints its loss in three ways, each in a line of its own."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        print("loss", loss.item())
+        print(f"loss {loss:.3f}")
+        print(f"loss {loss.item():.3f}")
+        return loss
+
+
+def run_printing(layout):
+    trainer = trainer_of(2, 1, strategy_options=layout)
+    with lines_of_lightning() as lines, contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer.fit(Prints(), loader(4))
+    told = [line for line in lines if "in place of a number of the model" in line]
+    return told, trainer.strategy.run.is_pipelined, printed.getvalue()
+
+
+def test_lines_that_print_absent_numbers_are_named_once(worlds):
+    (told, is_pipelined, printed), (_, _, printed_by_last) = worlds.run(2, run_printing, {"pipeline_parallel_size": 2})
+    assert is_pipelined and len(told) == 3 == len(set(told)), told
+    assert set(printed.split()) == {"loss", "nan"} and "300" not in printed_by_last, (printed, printed_by_last)
+    assert all("test_absent_tensors.py:" in line and "self.log(" in line for line in told), told

@@ -24,9 +24,9 @@ def test_misspelt_option_gets_the_nearest_names(capsys, tmp_path):
     option = "pipeline_paralel_size: 2"
     config.write_text(f"trainer:\n  strategy:\n    class_path: {CLASS}\n    init_args:\n      {option}\n")
     text = errors_of(capsys, f"--config={config}")
-    assert "no option 'pipeline_paralel_size'; the nearest are pipeline_parallel_size" in text, text
+    assert "no option 'pipeline_paralel_size'; did you mean pipeline_parallel_size" in text, text
     text = errors_of(capsys, f"--trainer.strategy={CLASS}", "--trainer.strategy.zero_stag=3")
-    assert "the nearest are zero_stage" in text, text
+    assert "did you mean zero_stage" in text, text
 
 
 def test_options_of_a_name_get_the_class(capsys):

@@ -32,9 +32,9 @@ class Doubling(Ranks):
         return Arriving(tensor)
 
 
-def products(dtype, bias, transposed):
+def products(dtype, bias, transposed, width=6):
     torch.manual_seed(1)
-    modules = [nn.Linear(6, 4, bias=bias, dtype=dtype) for _ in range(3)]
+    modules = [nn.Linear(width, 4, bias=bias, dtype=dtype) for _ in range(3)]
     if transposed:
         for module in modules:
             module.weight = nn.Parameter(module.weight.detach().t().contiguous())
@@ -65,6 +65,8 @@ CASES = {
     "the others are not used": {"unused": (1, 2)},
 }
 
+WIDE = {"dtype": torch.float32, "transposed": True, "width": 256}  # its sums have other last bits in other orders
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_bitwise_those_of_entering_first(name):
@@ -76,33 +78,37 @@ def test_gradients_are_bitwise_those_of_entering_first(name):
         assert one is None or torch.equal(one, other)
 
 
+def twice(out, x, module):
+    """The gradients of a penalty on those of a function of the output."""
+    every = x, module.weight, module.bias
+    gradients = torch.autograd.grad(out.sin().sum(), every, create_graph=True)
+    return torch.autograd.grad(sum(gradient.square().sum() for gradient in gradients), every)
+
+
 def test_gradients_can_be_differentiated():
-    _, [product, *_] = products(torch.float64, True, False)
+    [module, *_], [product, *_] = products(torch.float64, True, False)
     ranks, x = Doubling(True), torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
 
     def penalty(overlaps):
-        weight = product._module.weight
-        weight.grad = None
         ranks.overlaps = overlaps
         inputs = RegionInputs(ranks, ranks, gathers=False)
         with inputs:
             out = inputs.multiply(product, ranks, x)
-        [gradient] = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
-        return torch.autograd.grad(gradient.square().sum(), (x, weight))
+        return twice(out, x, module)
 
     for one, other in zip(penalty(True), penalty(False), strict=True):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("case", ["no bias", "transposed", "bfloat16", "autocast", "one reader"])
+@pytest.mark.parametrize("case", ["no bias", "transposed", "bfloat16", "autocast", "one reader", "wide"])
 def test_a_row_in_one_function_computes_what_its_parts_do(case, monkeypatch):
-    options = {"dtype": torch.float64, "bias": True, "transposed": False} | CASES[case]
+    options = {"dtype": torch.float64, "bias": True, "transposed": False} | CASES.get(case, WIDE)
     autocast = options.pop("autocast", False)
     options.pop("readers", None)
 
     def run():
         [module, *_], [product, *_] = products(**options)
-        x = torch.randn(2, 5, 6, dtype=options["dtype"], requires_grad=True)
+        x = torch.randn(2, 5, module.weight.numel() // 4, dtype=options["dtype"], requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = product.leave(Doubling(False), x * 2)
         out.float().sin().sum().backward()
@@ -114,13 +120,11 @@ def test_a_row_in_one_function_computes_what_its_parts_do(case, monkeypatch):
 
 
 def test_gradients_of_a_row_can_be_differentiated(monkeypatch):
-    _, [product, *_] = products(torch.float64, True, False)
+    [module, *_], [product, *_] = products(torch.float64, True, False)
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
 
     def penalty():
-        out = product.leave(Doubling(False), x)
-        [gradient] = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
-        return torch.autograd.grad(gradient.square().sum(), (x, product._module.weight))
+        return twice(product.leave(Doubling(False), x), x, module)
 
     found = penalty()
     monkeypatch.setattr(Product, "_in_one", lambda *_: False)
