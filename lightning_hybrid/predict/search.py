@@ -17,7 +17,6 @@ from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import Allowed, NumberFormat, PlanLayout, spelled, spelled_fields
 from lightning_hybrid.predict.memory import predict_memory
 from lightning_hybrid.predict.plans import (
-    MEMORY_ERROR,
     OBJECTIVES,
     Objective,
     Plan,
@@ -67,10 +66,8 @@ def search_layouts(
             that of microbatches, which is 1 for BatchNorm, and for a step without stages, unless it is set.
         allowed: What the model permits; everything if None.
 
-    Where nothing fits but by the error of memory, that is returned, and its plans say so by `Plan.fits`.
-
     Raises:
-        PlanError: There is no such cluster, or no layout fits it by more than that.
+        PlanError: There is no such cluster, or no layout fits it.
         ValueError: An unknown objective.
     """
     if objective not in OBJECTIVES:
@@ -92,8 +89,6 @@ def search_layouts(
     for search in itertools.chain(searches, searches[-1].last_resort()):
         if found := search.run():
             return found
-    if found := searches[-1].within_error():
-        return found
     raise searches[-1].nothing_fits()
 
 
@@ -249,18 +244,6 @@ class _Search:
         if not self.plans and is_open and data and candidates.ranks % data == 0:
             fixed = {**candidates.fixed, "tensor": candidates.ranks // data}
             yield _Search(dataclasses.replace(candidates, fixed=fixed), self.number_format, self.objective)
-
-    def within_error(self) -> SearchResult | None:
-        """Return the plans of devices whose memory is larger by the error bar of memory, if any fits these."""
-        hardware = self.candidates.hardware
-        larger = dataclasses.replace(hardware, memory=hardware.memory * (1 + MEMORY_ERROR))
-        candidates = dataclasses.replace(self.candidates, hardware=larger)
-        found = _Search(candidates, self.number_format, self.objective).run() if self.plans else None
-        if found is None:
-            return None
-        memories = [dataclasses.replace(plan.memory, capacity=hardware.memory) for plan in found.plans]
-        plans = [dataclasses.replace(plan, memory=own) for plan, own in zip(found.plans, memories, strict=True)]
-        return dataclasses.replace(found, plans=tuple(plans))
 
     def nothing_fits(self) -> PlanError:
         """Return the error that names the nearest layout, and what is missing."""
