@@ -129,8 +129,12 @@ def slower_than(plan: Plan, best: Plan) -> str:
     own, other = plan.time, best.time
     against = f"{spelled(plan.layout)}: "
     scale = other.samples / own.samples  # both times are those of the chosen plan's samples
-    if (1 + TIE) * plan.seconds_per_sample < best.seconds_per_sample:  # the largest batch was searched for
+    if (1 + TIE) * plan.seconds_per_sample < best.seconds_per_sample:
         samples, most = (each.layout.microbatch * each.layout.data for each in (plan, best))
+        faster = f"{timed(scale * own.seconds)}, the chosen plan {timed(other.seconds)}"
+        if (1 + plan.time_error) * plan.seconds_per_sample >= best.seconds_per_sample:
+            why = "it may not fit" if best.fits_with_error and not plan.fits_with_error else "and not simpler"
+            return f"{against}{faster}: within the error bar of {plan.time_error:.0%}, {why}"
         return f"{against}{samples} samples are computed at a time, with the chosen plan {most}"
     if plan.seconds_per_sample <= (1 + TIE) * best.seconds_per_sample:
         times = f"{timed(scale * own.seconds)}, the chosen plan {timed(other.seconds)}"

@@ -350,10 +350,16 @@ def layout_from_options(options: Mapping[str, Any], ranks: int, batch: int, *, m
     return layout.replaced(replicate=data // shard, shard=shard, microbatch=microbatch)
 
 
+def kinds_of_parallelism(layout: PlanLayout) -> int:
+    """Return how many kinds a layout combines besides replicas; gathers within stages and offload are one each."""
+    in_stages = layout.pipeline > 1 and (layout.shards("parameters") or layout.reduces_each_microbatch)
+    return sum(size > 1 for size in layout.mesh) - (layout.data > 1) + in_stages + bool(layout.offload)
+
+
 def simplicity(layout: PlanLayout) -> tuple[float, ...]:
     """Return a key that orders layouts from the simplest: kinds of parallelism, ZeRO, recomputation, the rest."""
     return (
-        sum(size > 1 for size in layout.mesh) - (layout.data > 1),
+        kinds_of_parallelism(layout),
         bool(layout.offload),
         layout.zero_stage,
         layout.chunked_loss,

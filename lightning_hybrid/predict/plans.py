@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from lightning_hybrid.layout import Objective
-from lightning_hybrid.predict.layout import PlanLayout, simplicity
+from lightning_hybrid.predict.layout import PlanLayout, kinds_of_parallelism, simplicity
 from lightning_hybrid.text import sized
 
 
@@ -172,3 +172,23 @@ def simplest_of_tied(
     limit = (1 + TIE) * (chosen if least > chosen >= least / (1 + TIE) else least)
     tied = [plan for plan in plans if (found := score(plan))[:-1] == tuple(first) and found[-1] <= limit]
     return min(tied, key=lambda plan: (not plan.fits_with_error, simplicity(plan.layout), score(plan)))
+
+
+def preferred(plans: Collection[Plan], score: Callable[[Plan], tuple[float, ...]]) -> Plan:
+    """Return the plan to choose: a simple one, unless another is faster by more than what is known.
+
+    Replicas alone win within the error bar of the fastest. Otherwise fewer kinds of parallelism win within the error of
+    what was compared, since layouts of one model share the rest of the bar, and within the tie the simplest layout. A
+    plan that fits with its error bar comes first.
+    """
+    fastest = min(plans, key=score)
+    *first, least = score(fastest)
+    reached = [(plan, found[-1] / least - 1) for plan in plans if (found := score(plan))[:-1] == tuple(first)]
+    within = [
+        plan
+        for plan, slower in reached
+        if slower <= (fastest.time_error if plan.layout.has_replicas_alone else min(fastest.time_error, TIME_ERROR))
+    ]
+    within = [plan for plan in within if plan.fits_with_error] or within
+    fewest = min(kinds_of_parallelism(plan.layout) for plan in within)
+    return simplest_of_tied([plan for plan in within if kinds_of_parallelism(plan.layout) == fewest], score)

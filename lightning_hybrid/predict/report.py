@@ -209,7 +209,7 @@ def ranked_rows(run: PlannedRun, most: int) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("", "layout", "samples", *measures, "micro-\nbatch", "why")]
     for number, plan in enumerate(run.result.plans[:most], start=1):
         assert plan.time is not None
-        step = f"{timed(plan.time.seconds)} ± {plan.time_error:.0%}"
+        step = f"{timed(plan.time.seconds)} ± {plan.time_error:.0%}{'' if plan.is_calibrated else ' uncalibrated'}"
         memory = f"{sized(plan.memory.least)} ± {plan.memory_error:.0%}"
         rates = number_of(run.rate(plan)[0] / plan.layout.ranks), f"{run.utilization(plan):.0%}"
         sizes = str(plan.layout.microbatch), why(plan, run.result.best)
@@ -228,8 +228,12 @@ def why(plan: Plan, best: Plan) -> str:
     if plan is best:
         seconds = sum(plan.time.terms.values())
         shares = sorted(plan.time.terms.items(), key=lambda term: -term[1])[:2]
-        return "chosen: " + ", ".join(f"{name} {share / seconds:.0%}" for name, share in shares)
+        words = ", ".join(f"{name} {share / seconds:.0%}" for name, share in shares)
+        return f"chosen: {words}" if plan.fits_with_error else f"chosen, but may not fit: {words}"
     ratio = plan.seconds_per_sample / best.seconds_per_sample - 1
+    if ratio < -TIE:
+        words = f"{-ratio:.0%} faster, within the error bar"
+        return f"{words}; less simple" if plan.fits_with_error else f"{words}, but may not fit"
     if ratio <= TIE:
         return "a tie; less simple" if plan.fits_with_error else "a tie, but may not fit"
     own, other = plan.time, best.time
@@ -256,11 +260,11 @@ def explained_layout(run: PlannedRun, plan: Plan) -> str:
 
 def _verdict(plan: Plan, best: Plan) -> str:
     if not plan.fits:
-        return f"does not fit: {larger_than_device(plan)}"
+        return f"{'may' if plan.may_fit else 'does'} not fit: {larger_than_device(plan)}"
     if plan.layout == best.layout:
         return "it is the chosen plan"
     faster = 1 - plan.seconds_per_sample / best.seconds_per_sample
-    if faster > TIE:
+    if faster > plan.time_error:
         return f"a sample takes {faster:.0%} less time: what is fixed, or the objective, rules the layout out"
     return slower_than(plan, best)
 

@@ -21,6 +21,7 @@ from lightning_hybrid.predict.plans import (
     Objective,
     Plan,
     SearchResult,
+    preferred,
     simplest_of_tied,
 )
 from lightning_hybrid.predict.time import predict_time
@@ -47,8 +48,8 @@ def search_layouts(
 ) -> SearchResult:
     """Search for the best layout.
 
-    Step times within 3 % of each other are a tie, in which the simplest layout wins that fits with its error bar, if
-    there is one.
+    Of the layouts within the error bar of the fastest, one with the fewest kinds of parallelism wins that fits with its
+    error bar, if there is one; of those, step times within 3 % are a tie, in which the simplest wins.
 
     Args:
         costs: Of the model.
@@ -159,7 +160,8 @@ class _Search:
         """Search; None if nothing fits."""
         starts = [start for mesh in self._meshes if (start := self._first_that_fits(mesh)) is not None]
         starts.sort(key=self._score)
-        for start in starts[:_STARTS]:
+        alone = [start for start in starts[_STARTS:] if start.layout.has_replicas_alone]
+        for start in [*starts[:_STARTS], *alone]:
             self._improve(start)
         best = self._best()
         while best is not None:
@@ -215,12 +217,12 @@ class _Search:
             plan = better
 
     def _simplest(self, best: Plan) -> Plan:
-        """Return the simplest plan within the tie of the best; its neighbours are tried too."""
+        """Return the preferred plan; its neighbours are tried too."""
         while True:
             for layout in self._neighbours(best.layout):
                 self.plan(layout)
             fitting = [plan for plan in self.plans.values() if plan.fits]
-            simplest = simplest_of_tied(fitting, self._score)
+            simplest = preferred(fitting, self._score)
             if simplest is best:
                 return best
             best = simplest

@@ -12,7 +12,14 @@ from lightning_hybrid.predict.costs.transformer import TransformerShape, transfo
 from lightning_hybrid.predict.hardware import BandwidthCurve, load_hardware
 from lightning_hybrid.predict.layer_time import CONSTANTS, product_seconds
 from lightning_hybrid.predict.layout import FORMATS, PlanLayout
-from lightning_hybrid.predict.links import RankGroup, Shares, all_reduce_seconds, gather_seconds, group_of_axis
+from lightning_hybrid.predict.links import (
+    RankGroup,
+    Shares,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    gather_seconds,
+    group_of_axis,
+)
 from lightning_hybrid.predict.time import predict_time
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
@@ -289,3 +296,47 @@ def test_zero3_collapses_at_small_microbatches(published):
     zero, stages = "GPT 96x12288 ZeRO-3", "GPT 96x12288"
     assert rates[zero, 1536] < 0.5 * rates[zero, 384]
     assert rates[stages, 1536] > 0.85 * rates[stages, 384]
+
+
+def test_an_efficiency_for_each_number_format():
+    faster = dataclasses.replace(H100, efficiency={**H100.efficiency, "float8": 2 * H100.efficiency["float8"]})
+    product = Product(4096, 8192, 65536)
+    for name, factor in (("float8", 2.0), ("bf16-mixed", 1.0)):
+        one, two = (product_seconds(product, PlanLayout(), FORMATS[name], each, CONSTANTS) for each in (H100, faster))
+        assert one / two == pytest.approx(factor, rel=0.1)
+
+
+def test_attention_takes_the_rate_of_its_kernel():
+    slow, fast = (dataclasses.replace(H100, attention={name: H100.attention[name]}) for name in ("flash2", "cudnn"))
+    product = Product(8192, 128, 8192, 32, "count", has_weight=False, is_attention=True)
+    one, two = (product_seconds(product, PlanLayout(), BF16, each, CONSTANTS) for each in (slow, fast))
+    assert one / two == pytest.approx(H100.attention["cudnn"] / H100.attention["flash2"])
+
+
+def test_computation_hides_collectives_but_for_a_share():
+    """Where gathers take less time than the layers, a fifth of them is seen; where they take longer, what is longer."""
+    layout = PlanLayout(shard=8, batch=64, zero_stage=3, microbatch=8)
+    seen = predicted(layout).terms["replicas"]
+    whole = predicted(layout, hardware=dataclasses.replace(A100, overlap=0.0)).terms["replicas"]
+    assert seen == pytest.approx((1 - A100.overlap) * whole)
+
+
+def test_rows_of_many_experts_make_small_products():
+    """As many rows in all, of 8, 64 and 512 experts; a rank that holds some of them gets rows of other ranks."""
+    product, layout = Product(4096, 2048, 768), PlanLayout()
+    seconds = [
+        product_seconds(dataclasses.replace(product, groups=groups), layout, BF16, H100, CONSTANTS)
+        for groups in (1, 8, 64, 512)
+    ]
+    assert seconds == sorted(seconds) and seconds[-1] > 2 * seconds[1]
+    spread = product_seconds(
+        dataclasses.replace(product, groups=512), layout.replaced(expert=64, shard=64), BF16, H100, CONSTANTS
+    )
+    assert spread < 0.7 * seconds[-1]
+
+
+def test_ranks_of_a_node_share_its_adapters_in_an_all_to_all():
+    flat = BandwidthCurve((1.0, 1e15), (100e9, 100e9))
+    hardware = dataclasses.replace(A100, between_nodes=flat, latency_between=0.0)
+    seconds = all_to_all_seconds(1e9, RankGroup(16, 2, 1), hardware)
+    assert seconds == pytest.approx(8 * 0.5 * 1e9 / 100e9)
