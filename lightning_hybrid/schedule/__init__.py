@@ -40,7 +40,7 @@ from lightning_hybrid.schedule.generators import (
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
 from lightning_hybrid.schedule.proof import check_program
 from lightning_hybrid.schedule.simulator import Span, Timeline, simulate
-from lightning_hybrid.schedule.widths import WIDTH_SCHEDULES, with_widths
+from lightning_hybrid.schedule.widths import with_widths
 
 if TYPE_CHECKING:
     from lightning_hybrid.schedule.events import to_trace
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCHEDULE_NAMES",
-    "WIDTH_SCHEDULES",
     "Action",
     "Channel",
     "Compute",
