@@ -51,7 +51,7 @@ def exchange(plan: StagePlan, local: ResultsOfCopy) -> ResultsOfCopy:
 
 
 def with_scalars(runs: Sequence[StageRun], received: Mapping[int, SentScalars]) -> list[ScalarResults]:
-    """The scalars of all microbatches, those of other ranks among them."""
+    """The scalars of all microbatches, also of other ranks."""
     own = next((run.scalars for run in runs if run.scalars.values), ScalarResults())
     return [
         own.received(received[index]) if index in received and not run.scalars.values else run.scalars
@@ -60,7 +60,7 @@ def with_scalars(runs: Sequence[StageRun], received: Mapping[int, SentScalars]) 
 
 
 def with_values(entry: Entry, scalars: Sequence[ScalarResults]) -> list[float]:
-    """The numbers that a step has logged in each microbatch, those of other ranks among them."""
+    """The numbers that a step has logged in each microbatch, also on other ranks."""
     value = entry.value
     if value is None or not any(value in results.values for results in scalars):
         return list(entry.values)

@@ -94,7 +94,7 @@ class StepResultExchange:
     def begin(
         self, runs: Mapping[int, StageRun], is_broken: bool = False, averages: RunningAverages | None = None
     ) -> None:
-        """Start to send this rank's numbers, once; ``averages`` are those of a stage that several ranks hold."""
+        """Start to send this rank's numbers, once; ``averages`` where several ranks hold its stage."""
         if self._exchange is None:
             with self._call.context():  # metrics see the precision of the step
                 self._exchange = self._begin(runs, is_broken, averages)

@@ -259,7 +259,7 @@ def test_truncated_file_stops_the_step_before_any_change(tmp_path):
         ({"offload": {"weights": "cpu"}}, "'weights'"),
         ({"offload": {"parameters": "cpu"}, "zero_stage": 2}, "zero_stage=3"),
         ({"offload": {"gradients": "cpu"}}, "zero_stage=1"),
-        ({"offload": {"gradients": "disk:p"}, "zero_stage": 3}, "'gradients' .'cpu'."),
+        ({"offload": {"gradients": "disk:p"}, "zero_stage": 3}, "'gradients': 'disk:p'.; use 'cpu'"),
     ],
 )
 def test_invalid_options(options, message):

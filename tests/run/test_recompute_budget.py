@@ -197,7 +197,7 @@ def parser_of(taker):
 @pytest.mark.parametrize("taker", [Hybrid3DStrategy, ActivationCheckpointing])
 def test_yaml_form(taker, given):
     assert parser_of(taker).parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute == given
-    with pytest.raises(ValueError, match="'6GiB' or '500 MB', or a share of the free memory such as '50%'"):
+    with pytest.raises(ValueError, match="'6 gigabytes'; use 'full', 'selective', a budget such as '6GiB'"):
         taker(recompute="6 gigabytes")
 
 

@@ -1,4 +1,4 @@
-"""Running averages of BatchNorm in a stage that several ranks hold, each of which runs some of the microbatches.
+"""Running averages of BatchNorm in a stage that several ranks hold: each runs some of the microbatches.
 
 In training BatchNorm does not read its running averages, and c calls update them by::
 

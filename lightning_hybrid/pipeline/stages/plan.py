@@ -184,7 +184,7 @@ class StagePlan:
         """The pipeline ranks that hold each stage; the first one counts it."""
         return self.evaluation_schedule(1).ranks_of_stages
 
-    @cached_property
+    @property
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank."""
         return tuple(stage for stage, ranks in enumerate(self.ranks_of_stages) if self.rank in ranks)

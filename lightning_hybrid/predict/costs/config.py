@@ -191,7 +191,7 @@ class ModelConfig:
 
     @property
     def windowed_layers(self) -> int:
-        """Layers whose attention has a window: those of such a kind, or all where kinds are not given."""
+        """Layers whose attention has a window, by their kind; all where kinds are not given."""
         kinds = self.content.get("layer_types")
         if not self.size("window") or not self.flag("use_sliding_window", default=True):
             return 0

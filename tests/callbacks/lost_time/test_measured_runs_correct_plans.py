@@ -62,7 +62,10 @@ def test_the_measured_layout_is_predicted_as_measured(worlds, tmp_path, capsys):
     assert measured.peak_memory == tuple(peaks)
     seconds = statistics.median(step.step_seconds for step in measured.step_times)
     [printed] = [message for message in messages if "the error of the prediction is" in message]
-    assert f"predicted {timed(plan.time.seconds)} ± 8% of a step, measured {timed(seconds)}: " in printed
+    assert (
+        f"predicted {timed(plan.time.seconds)} ± {plan.time_error:.0%} of a step, measured {timed(seconds)}: "
+        in printed
+    )
 
     content = plan_of(capsys, f"{MODULE}:Stack", "--measured", str(tmp_path), "--why", "pp=2,m=2")
     found = content["why"]
