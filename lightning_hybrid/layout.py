@@ -232,9 +232,13 @@ def _resolve_data_parallel(fixed_sizes: Mapping[str, int], world_size: int) -> i
     return world_size // needed if automatic else fixed_sizes["data_parallel_size"]
 
 
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number of 1 or more; True is an int to Python, and here always a mistake."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _check_size(name: str, size: object) -> None:
-    # bool is an int to Python; here it is always a mistake (`tensor_parallel_size=True`).
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_count(size):
         raise LayoutError(
             f"{name} must be an int >= 1 but is {size!r}; set {name}=1 to leave it unused", entry="size-type"
         )

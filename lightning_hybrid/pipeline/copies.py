@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import methodcaller
@@ -42,12 +41,12 @@ def exchange(plan: StagePlan, local: ResultsOfCopy) -> ResultsOfCopy:
         return ResultsOfCopy(is_broken=True)
     ranks, device = plan.ranks_of_stages[plan.stages[0]], plan.randomness.device
     of_stage = [local if rank == plan.rank else rows[rank] for rank in ranks]
-    averages = dict(ChainMap(*(dict(row.averages) for row in of_stage)))
+    averages = {index: found for row in of_stage for index, found in row.averages.items()}
     if plan.rank != ranks[0]:
         return ResultsOfCopy(averages=averages)
-    scalars = dict(ChainMap(*(dict(row.scalars) for row in of_stage)))
-    received = [map_tensors(methodcaller("to", device), row.metric_calls) for row in of_stage[1:]]
-    return ResultsOfCopy(scalars, dict(ChainMap(local.metric_calls, *received)), averages)
+    scalars = {index: found for row in of_stage for index, found in row.scalars.items()}
+    calls = {index: found for row in of_stage for index, found in row.metric_calls.items()}
+    return ResultsOfCopy(scalars, map_tensors(methodcaller("to", device), calls), averages)
 
 
 def with_scalars(runs: Sequence[StageRun], received: Mapping[int, SentScalars]) -> list[ScalarResults]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_hybrid.layout import is_count
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.layout import LAYOUT_OPTIONS, OFFLOADABLE, SIZES, spelled_value
 from lightning_hybrid.schedule import SCHEDULE_NAMES
@@ -38,20 +39,20 @@ def check_options(options: Mapping[str, Any]) -> None:
 def _wanted(name: str, value: Any) -> str:
     """Return which values an option takes, if this is none of them; otherwise nothing."""
     if name in _COUNTS:
-        return "" if _is_count(value) else _COUNT
+        return "" if is_count(value) else _COUNT
     if name in _FLAGS:
-        is_number = name == "chunked_loss" and _is_count(value) and value > 1
+        is_number = name == "chunked_loss" and is_count(value) and value > 1
         return "" if isinstance(value, bool) or is_number else "true or false"
     if name == "schedule":
         return "" if value in SCHEDULE_NAMES else f"one of {', '.join(SCHEDULE_NAMES)}"
     if name == "zero_stage":
         return (
-            "" if (value == 0 and not isinstance(value, bool)) or (_is_count(value) and value <= 3) else "0, 1, 2 or 3"
+            "" if (value == 0 and not isinstance(value, bool)) or (is_count(value) and value <= 3) else "0, 1, 2 or 3"
         )
     if name == "offload":
         return "" if _is_offload(value) else f"cpu, or a mapping of {', '.join(OFFLOADABLE)} to cpu"
     is_share = isinstance(value, float) and 0 < value <= 1
-    is_known = value in ("keep", "full", "selective", "none") if isinstance(value, str) else _is_count(value)
+    is_known = value in ("keep", "full", "selective", "none") if isinstance(value, str) else is_count(value)
     is_budget = isinstance(value, str) and value[:1].isdigit()
     is_known = is_known or is_share or is_budget or isinstance(value, list | Mapping)
     return "" if is_known else "full, selective, none, or what the option recompute of a run takes"
@@ -61,10 +62,6 @@ def _is_offload(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return value == "cpu"
     return all(kind in OFFLOADABLE and where == "cpu" for kind, where in value.items())
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def misfits(costs: ModelCosts, fields: Mapping[str, Any], ranks: int) -> Iterator[str]:

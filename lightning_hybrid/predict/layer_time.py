@@ -20,9 +20,8 @@ class EfficiencyConstants:
     half_inner: float = 20  # the same of the dimension that is summed over
     # rate of a product one of whose sizes is a multiple of 8 elements but not of 16, relative to one of multiples of 64
     misaligned: float = 0.69
-    grouped: float = (
-        0.67  # rate of the products of several experts, relative to one product of as many rows as each has
-    )
+    # rate of the products of several experts, relative to one product of as many rows as each has
+    grouped: float = 0.67
     half_head: float = 10  # width of a head at which fused attention reaches half of its rate
     attention_backward: float = 3.0  # seconds of fused attention's backward over those of its forward
     memory_share: float = 0.82  # share of the memory's bandwidth that operations between products achieve

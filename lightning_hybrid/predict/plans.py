@@ -92,7 +92,7 @@ class Plan:
         layout: The layout.
         memory: Its predicted memory.
         time: Its predicted step time.
-        time_error: Relative error bar of the step time; that of what was compared with measurements, or a larger one.
+        time_error: Relative error bar of the step time: as measured for what was compared, or a larger one.
         memory_error: The same of the memory.
     """
 

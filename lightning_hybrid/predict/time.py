@@ -185,8 +185,8 @@ class StepModel:
     def sharded_seconds(self, layers: LayersOfRank, forward: float, backward: float) -> float:
         """Seconds of gathers and reductions over shards, and of reductions over what is no shard.
 
-        Those of one layer run beside the computation of another. Parameters that are shards are gathered for each
-        forward and backward, or for the first forward; others after the optimizer's step.
+        The collectives of one layer run beside the computation of another. Parameters that are shards are gathered for
+        each forward and backward, or for the first forward; others after the optimizer's step.
         """
         layout = self.layout
         gather = reduce = 0.0

@@ -126,6 +126,15 @@ class Schedule:
         return self.rank_of(message.target, message.microbatch)
 
 
+def alternated(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    row = forwards[:warmup]
+    steady = forwards[warmup:]
+    for forward, backward in zip(steady, backwards, strict=False):
+        row += [forward, backward]
+    return row + backwards[len(steady) :]
+
+
 def with_reductions(row: list[Action]) -> tuple[Action, ...]:
     """A row with the REDUCE of each stage behind its last backward, where it can hide behind other stages.
 

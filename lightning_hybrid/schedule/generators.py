@@ -17,6 +17,7 @@ from lightning_hybrid.schedule.actions import (
     Kind,
     Placement,
     Schedule,
+    alternated,
     check_sizes,
     check_stages,
     stages_of_rank,
@@ -171,7 +172,7 @@ def forward_only(
         stages = stages_of_rank(rank, num_ranks, stages_per_rank, placement)
         if placement == "v":  # the second stage of a rank gets its first microbatch when 2 (p - r) - 1 have gone down
             first, second = ([Action(Kind.F, stage, m) for m in range(num_microbatches)] for stage in stages)
-            rows.append(_alternate(first, second, warmup=2 * (num_ranks - rank - 1)))
+            rows.append(alternated(first, second, warmup=2 * (num_ranks - rank - 1)))
             continue
         rows.append(_passes(Kind.F, stages, _groups(num_microbatches, num_ranks)))
     actions = tuple(map(tuple, rows))
@@ -255,15 +256,6 @@ def _groups(num_microbatches: int, least: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then forward and backward in turn, then the backwards that are left."""
-    row = forwards[:warmup]
-    steady = forwards[warmup:]
-    for forward, backward in zip(steady, backwards, strict=False):
-        row += [forward, backward]
-    return row + backwards[len(steady) :]
-
-
 def _passes(kind: Kind, stages: Sequence[int], groups: Sequence[range]) -> list[Action]:
     """Groups of microbatches one after the other, each through all stages in turn."""
     return [Action(kind, stage, m) for group in groups for stage in stages for m in group]
@@ -275,5 +267,5 @@ def _alternating(name: str, stages_per_rank: int, groups: Sequence[range], warmu
     for rank, warmup in enumerate(warmups):
         stages = stages_of_rank(rank, len(warmups), stages_per_rank)
         forwards, backwards = _passes(Kind.F, stages, groups), _passes(Kind.B, stages[::-1], groups)
-        rows.append(with_reductions(_alternate(forwards, backwards, warmup)))
+        rows.append(with_reductions(alternated(forwards, backwards, warmup)))
     return Schedule(name, len(warmups), stages_per_rank, sum(map(len, groups)), tuple(rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_hybrid.schedule.actions import Action, Kind, Schedule, check_sizes, ranks_of_widths
+from lightning_hybrid.schedule.actions import Action, Kind, Schedule, alternated, check_sizes, ranks_of_widths
 
 # Schedules that may have stages of several ranks.
 WIDTH_SCHEDULES = ("1f1b", "eager_1f1b", "gpipe")
@@ -28,7 +28,7 @@ def with_widths(name: str, widths: Sequence[int], num_microbatches: int) -> Sche
     if name not in (*WIDTH_SCHEDULES, "forward_only"):
         raise ValueError(
             f"schedule={name!r} has one rank for each stage, not {list(widths)}; set schedule to one of"
-            f" {', '.join(map(repr, WIDTH_SCHEDULES))}, or leave out `stages`"
+            f" {', '.join(map(repr, WIDTH_SCHEDULES))}, or leave out stage_widths"
         )
     rows = []
     for stage, ranks in enumerate(ranks_of_widths(widths)):
@@ -41,8 +41,6 @@ def with_widths(name: str, widths: Sequence[int], num_microbatches: int) -> Sche
                 rows.append(tuple(forwards))
                 continue
             warmup = {"1f1b": ahead, "eager_1f1b": 2 * ahead, "gpipe": len(mine)}[name]
-            row = forwards[:warmup]
-            for index, m in enumerate(mine):
-                row += [*forwards[warmup + index : warmup + index + 1], Action(Kind.B, stage, m)]
+            row = alternated(forwards, [Action(Kind.B, stage, m) for m in mine], warmup)
             rows.append((*row, Action(Kind.REDUCE, stage, number - len(ranks))))
     return Schedule(name, sum(widths), 1, num_microbatches, tuple(rows), widths=tuple(widths))

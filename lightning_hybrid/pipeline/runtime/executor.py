@@ -22,7 +22,7 @@ from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepChange
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.params.gradient_hooks import StepHooks
 from lightning_hybrid.params.guards import ReadGuards
-from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients, present_parameters
+from lightning_hybrid.pipeline.runtime.gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.program import location_of
 from lightning_hybrid.pipeline.runtime.rollback import StageModuleStates
 from lightning_hybrid.pipeline.runtime.running_averages import RunningAverages
@@ -171,10 +171,7 @@ class _Run:
         self._has_begun_exchange = self.is_postponed = False
         self.is_idle = False  # its forwards are done, and the exchange of their results has not begun
         self.results: dict[int, StageRun] = {}
-        shared = executor.plan.shared_buffers() if job.program.schedule.widths else {}
-        self.averages = RunningAverages(executor.root, shared)
-        holders = executor.plan.ranks_of
-        self._shared = {name: p for name, p in present_parameters(executor.root).items() if len(holders(name)) > 1}
+        self.averages = RunningAverages(executor.root, executor.plan.shared_buffers())
         self._num_run = 0  # microbatches on which the user's code has run, where a stage has several ranks
 
     def values_of(self, message: Message) -> list[Value]:
@@ -320,7 +317,8 @@ class _Run:
             self._finish_hooked_weights(stage)
         if (stage, microbatch) not in self._broken:
             try:
-                self._check_hooks()
+                if is_last:  # these call hooks
+                    self._check_hooks()
                 self._run_backward(stage, microbatch, arrived)
             except StepError as error:
                 if not self._job.may_break or self._has_begun_exchange:
@@ -337,15 +335,16 @@ class _Run:
 
     def _check_hooks(self) -> None:
         """Refuse hooks on parameters that several ranks hold: on each they would see the gradient of its share."""
-        found = self._parameter_gradients.first_hooked(self._shared)
-        if found:
-            ranks = list(self._executor.plan.ranks_of(found))
-            raise StepError(
-                f"a hook on the gradient of {found!r}, which pipeline ranks {ranks} hold, would see on each of them"
-                " what its own stage or microbatches add; change the gradient in on_before_optimizer_step, or"
-                f" {WITHOUT_STAGES}",
-                entry="hook-shared",
-            )
+        for parameter in self._parameter_gradients.hooked():
+            name = self._names[id(parameter)]
+            ranks = list(self._executor.plan.ranks_of(name))
+            if len(ranks) > 1:
+                raise StepError(
+                    f"a hook on the gradient of {name!r}, which pipeline ranks {ranks} hold, would see on each of them"
+                    " what its own stage or microbatches add; change the gradient in on_before_optimizer_step, or"
+                    f" {WITHOUT_STAGES}",
+                    entry="hook-shared",
+                )
 
     def _run_backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         made = self._made.pop((stage, microbatch))

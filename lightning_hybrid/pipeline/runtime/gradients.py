@@ -43,12 +43,7 @@ def split_weight(of_loss: float, of_gradients: float, *, scales: bool | None) ->
 def without_hooks(root: nn.Module) -> Iterator[None]:
     """Take hooks of the user off the parameters inside."""
     with torch._C.DisableTorchFunction():
-        taken = [
-            (hooks, key, hooks[key])
-            for p in present_parameters(root).values()
-            for hooks in _hooks(p)
-            for key in _of_user(hooks)
-        ]
+        taken = [(hooks, key, hooks[key]) for p in _present(root) for hooks in _hooks(p) for key in _of_user(hooks)]
     for hooks, key, _ in taken:
         hooks[key] = _nothing
     try:
@@ -90,7 +85,7 @@ class ParameterGradients:
     def __init__(self, root: nn.Module, has_parts: bool) -> None:
         """Take over from the hooks of the user on parameters, if this rank runs all of several parts of a batch."""
         self.root, self._factor, self._stage, self._is_last = root, 1.0, 0, True
-        self._has_parts, self._parameters = has_parts, [*present_parameters(root).values()]
+        self._has_parts, self._parameters = has_parts, _present(root)
         self._scaling: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._hooked: dict[int, _Hooked] = {}
         self.registered = StepHooks(root)
@@ -101,10 +96,11 @@ class ParameterGradients:
         of_modules = any(module._backward_hooks or module._backward_pre_hooks for _, module in modules_in(self.root))
         return of_modules or any(_of_user(hooks) or _of_step(hooks) for p in self._parameters for hooks in _hooks(p))
 
-    def first_hooked(self, parameters: Mapping[str, nn.Parameter]) -> str:
-        """The FQN of the first parameter with hooks of the user; "" without any."""
-        named = ((name, hooks) for name, parameter in parameters.items() for hooks in _hooks(parameter))
-        return next((name for name, hooks in named if _of_user(hooks) or _hooks_of_user(hooks)), "")
+    def hooked(self) -> list[nn.Parameter]:
+        """The parameters with hooks of the user; in a backward inside of ``by``."""
+        if self._has_parts:
+            return [hooked.parameter for hooked in self._hooked.values()]
+        return [p for p in self._parameters if any(map(_of_user, _hooks(p)))]
 
     @contextlib.contextmanager
     def by(self, factor: float, stage: int = 0, *, is_last: bool) -> Iterator[None]:
@@ -183,10 +179,9 @@ class ParameterGradients:
         self._scaling, self._hooked = {}, {}
 
 
-def present_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that this rank has, by FQN."""
+def _present(root: nn.Module) -> list[nn.Parameter]:
     with torch._C.DisableTorchFunction():
-        return {name: parameter for name, parameter in parameters_of(modules_in(root)) if not is_absent(parameter)}
+        return [parameter for _, parameter in parameters_of(modules_in(root)) if not is_absent(parameter)]
 
 
 def _hooks(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -201,10 +196,6 @@ def _of_user(hooks: dict[int, Any]) -> list[int]:
 
 def _of_step(hooks: dict[int, Any]) -> list[_OfStep]:
     return [hook for hook in hooks.values() if isinstance(hook, _OfStep)]
-
-
-def _hooks_of_user(hooks: dict[int, Any]) -> list[_OfStep]:
-    return [hook for hook in _of_step(hooks) if hook.of_user is not None]
 
 
 def _nothing(_: Tensor) -> None:

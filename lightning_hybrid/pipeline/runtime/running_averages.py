@@ -57,7 +57,7 @@ class RunningAverages:
         here = {id(buffer) for buffer in buffers.values()}
         self._norms = {
             name: module
-            for name, module in modules_in(root)
+            for name, module in (modules_in(root) if buffers else ())
             if isinstance(module, _BatchNorm) and module.training and id(module.running_mean) in here
         }
         self._before = {name: Averages.of(norm).copy() for name, norm in self._norms.items()}
@@ -96,7 +96,7 @@ class RunningAverages:
             for _, found in sorted(updates.items()):
                 update = Averages(*(each.to(total.mean.device) for each in found[name]))
                 calls, added = total.calls.add_(update.calls), update.calls.double()
-                if norm.momentum is None:  # the plain average of all calls, of which the microbatch has its own
+                if norm.momentum is None:  # the plain average of all calls
                     share: Tensor | float = added / calls.clamp_min(1)
                     rest = 1 - share
                 else:

@@ -180,9 +180,14 @@ class StagePlan:
         self.tracked_buffers, self.on_all_stages = set[str](), set[str]()
 
     @cached_property
+    def _places(self) -> Schedule:
+        """A schedule; all of this plan place the stages alike."""
+        return self.evaluation_schedule(1)
+
+    @property
     def ranks_of_stages(self) -> Sequence[Sequence[int]]:
         """The pipeline ranks that hold each stage; the first one counts it."""
-        return self.evaluation_schedule(1).ranks_of_stages
+        return self._places.ranks_of_stages
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -197,8 +202,7 @@ class StagePlan:
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
         """The pipeline rank that runs a microbatch of a stage."""
-        ranks = self.ranks_of_stages[stage]
-        return ranks[microbatch % len(ranks)]
+        return self._places.rank_of(stage, microbatch)
 
     def training_schedule(self, num_microbatches: int) -> Schedule:
         """The schedule of a training step."""
@@ -340,7 +344,7 @@ class StagePlan:
 
     def shared_buffers(self) -> dict[str, Tensor]:
         """The buffers of this rank's stage inside units, of any shape, by FQN, if other ranks hold the stage too."""
-        (stage,) = self.stages
+        stage = self.stages[0]
         if len(self.ranks_of_stages[stage]) == 1:
             return {}
         here = {id(buffer) for buffer, owner in self.unit_buffers() if owner == stage}

@@ -56,17 +56,17 @@ def _record_and_assign(plan: StagePlan, recipe: Recipe) -> tuple[Recording, Assi
 def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
     """The recording that balances best, and as for ``adopt_partition``; last whether it has guards."""
     recording = _record(plan, recipe)
-    best: tuple[list[float], list[float], Recording, dict[str, int], set[str]] | None = None
+    best: tuple[float, list[float], Recording, dict[str, int], set[str]] | None = None
+    sizes = plan.num_stages, plan.cuts, plan.num_ranks, plan.widths
     for _ in range(_MAX_RECORDINGS):
         try:
-            sizes = plan.num_stages, plan.cuts, plan.num_ranks, plan.widths
             owner_stages = partition.owner_stages(recording.graph, *sizes)
             costs = partition.assign(recording.graph, owner_stages, plan.num_stages).costs()
-            loads = [cost / width for cost, width in zip(costs, plan.widths or [1] * len(costs), strict=True)]
-            if best is None or plan.cuts is not None or max(loads) < 0.97 * max(best[0]):
-                best = loads, costs, recording, owner_stages, set(plan.tracked_buffers)
+            load = max(cost / width for cost, width in zip(costs, plan.widths or [1] * len(costs), strict=True))
+            if best is None or plan.cuts is not None or load < 0.97 * best[0]:
+                best = load, costs, recording, owner_stages, set(plan.tracked_buffers)
             share = sum(costs) / max(plan.num_stages, plan.num_ranks)
-            unbalanced = max(loads) > _UNBALANCED * share
+            unbalanced = load > _UNBALANCED * share
             # A pipeline cut inside a unit opens it, whatever the balance.
             wanted = share / 4 if unbalanced or plan.cuts is not None else None
         except PartitionError:
@@ -86,7 +86,7 @@ def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
             plan.go_back(opened, tracked)
             break
     if best is None:
-        partition.owner_stages(recording.graph, plan.num_stages, plan.cuts, plan.num_ranks)  # raises the reason
+        partition.owner_stages(recording.graph, *sizes)  # raises the reason
     assert best is not None
     _, costs, recording, owner_stages, tracked = best
     opened = {name for name in plan.unit_choice.opened if name not in recording.units}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.batch.split import BatchSplitter
 from lightning_hybrid.errors import BatchError, LayoutError
+from lightning_hybrid.layout import is_count
 from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
@@ -127,17 +128,17 @@ class Options:
         self._check_techniques()
         if self.schedule not in SCHEDULE_NAMES:
             raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
-        if self.num_microbatches != "auto" and not _is_count(self.num_microbatches):
+        if self.num_microbatches != "auto" and not is_count(self.num_microbatches):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
         if self.microbatch not in (None, "auto"):
             raise ValueError(
                 f"microbatch={self.microbatch!r}; use 'auto' for the largest microbatch that fits into memory, or set"
                 " num_microbatches"
             )
-        if not _is_count(self.stages_per_rank):
+        if not is_count(self.stages_per_rank):
             raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
         limit = self.max_microbatches_in_flight
-        if limit is not None and not _is_count(limit):
+        if limit is not None and not is_count(limit):
             raise ValueError(
                 f"max_microbatches_in_flight={limit!r}; use a whole number of 1 or more, or None for the number of"
                 " pipeline ranks"
@@ -164,9 +165,9 @@ class Options:
         compile_options(self.compile)
         if not isinstance(self.optimizer_in_backward, bool):
             raise TypeError(f"optimizer_in_backward={self.optimizer_in_backward!r}; use True or False")
-        if not isinstance(self.chunked_loss, bool) and not (_is_count(self.chunked_loss) and self.chunked_loss > 1):
+        if not isinstance(self.chunked_loss, bool) and not (is_count(self.chunked_loss) and self.chunked_loss > 1):
             raise ValueError(f"chunked_loss={self.chunked_loss!r}; use True, False or a number of chunks of 2 or more")
-        if not _is_count(self.expert_chunks):
+        if not is_count(self.expert_chunks):
             raise ValueError(f"expert_chunks={self.expert_chunks!r}; use a whole number of 1 or more")
         if self.async_checkpoint and not self.save_distributed_checkpoint:
             raise ValueError(
@@ -178,9 +179,9 @@ class Options:
 
     def _check_sizes(self) -> None:
         for name, size in self.sizes.items():
-            if not _is_count(size) and size != "auto":
+            if not is_count(size) and size != "auto":
                 raise LayoutError(f"{name}={size!r}; use 'auto' or a whole number of 1 or more", entry="size-type")
-        if not _is_count(self.spatial_parallel_size):
+        if not is_count(self.spatial_parallel_size):
             given = f"spatial_parallel_size={self.spatial_parallel_size!r}"
             raise LayoutError(f"{given}; use a whole number of 1 or more", entry="size-type")
         if self.spatial_parallel_size > 1:
@@ -197,7 +198,7 @@ class Options:
         widths, size = self.stage_widths, self.sizes["pipeline_parallel_size"]
         if widths is None:
             return
-        if not isinstance(widths, list | tuple) or not widths or not all(map(_is_count, widths)):
+        if not isinstance(widths, list | tuple) or not widths or not all(map(is_count, widths)):
             raise LayoutError(
                 f"stage_widths={widths!r}; use a list with the number of ranks of each stage, such as [3, 1]",
                 entry="stage-widths",
@@ -287,7 +288,7 @@ class Options:
                 " too) or 3 (parameters too)"
             )
         if self.shard_size is not None:
-            if not _is_count(self.shard_size):
+            if not is_count(self.shard_size):
                 raise LayoutError(
                     f"shard_size={self.shard_size!r}; use None for all replicas, or a whole number", entry="shard-size"
                 )
@@ -429,11 +430,6 @@ def _schedule_name(schedule: Any) -> Any:
     """Return the schedule that is meant, also where it is written as in papers and in torch: 1F1B, Interleaved1F1B."""
     plain = str(schedule).lower().replace("_", "").replace("-", "")
     return next((name for name in SCHEDULE_NAMES if name.replace("_", "") == plain), schedule)
-
-
-def _is_count(value: Any) -> bool:
-    # bool is an int to Python; here it is always a mistake.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 MicrobatchWeight = Callable[[Any], float]

@@ -23,7 +23,7 @@ _ADVICE = (
 class EqualLengths(RunCallback):
     """Compares the lengths of the loaders before they are read; a stream, which may have none, is compared at its end.
 
-    ``progress`` is that of the run: it tells whether another rank goes on to a further batch.
+    ``progress`` of the run tells whether another rank goes on to a further batch.
     """
 
     def __init__(self, mesh: Mesh, progress: Any) -> None:
