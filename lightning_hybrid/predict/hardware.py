@@ -97,6 +97,7 @@ class Hardware:
         attention: Share of the rate of products in 16 bits that the forward of fused attention reaches, by its kernel
             ("flash2", "cudnn"); the first is the one that PyTorch takes.
         assumed: Names of what the file does not give, for which there is a default.
+        limit: Bytes of a device that a user permits.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Hardware:
     attention: Mapping[str, float] = field(default_factory=lambda: dict(_ATTENTION))
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    limit: float = math.inf
 
     def product_rate(self, number_format: str) -> float:
         """Return the FLOP/s of large products of a training step; of those in 32 bits, if the format is unknown."""
@@ -163,7 +165,7 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
     Raises:
         ValueError: A key is missing or unknown, or a value is impossible.
     """
-    wanted = set(Hardware.__dataclass_fields__) - {"assumed"}
+    wanted = set(Hardware.__dataclass_fields__) - {"assumed", "limit"}
     optional = {*_FLAGS, "host_memory", "attention", "peak_flops", "sources"}
     given = with_defaults(table)
     given.setdefault("name", path.stem)
