@@ -166,7 +166,8 @@ class _Search:
         starts.sort(key=self._score)
         alone = [start for start in starts[_STARTS:] if start.layout.has_replicas_alone]
         for start in [*starts[:_STARTS], *alone]:
-            self._improve(start)
+            if not self._improve(start).fits_with_error:
+                self._improve_what_fits_for_sure(start)
         best = self._best()
         while best is not None:
             rejected = tuple(rejected_families(best, self.candidates, self.plan, self.plans.values()))
@@ -212,6 +213,15 @@ class _Search:
             nearest = better
         if nearest is not None:
             yield nearest
+
+    def _improve_what_fits_for_sure(self, start: Plan) -> None:
+        """Improve the simplest plan of a mesh that fits with its error bar, by others that do."""
+        plans = map(self.plan, self.candidates.levels(start.layout))
+        plan = next((each for each in plans if each.fits_with_error), None)
+        while plan is not None:
+            tried = map(self.plan, self._neighbours(plan.layout))
+            better = min((each for each in tried if each.fits_with_error), key=self._score, default=plan)
+            plan = better if self._score(better) < self._score(plan) else None
 
     def _neighbours(self, layout: PlanLayout) -> Iterable[PlanLayout]:
         yield from self.candidates.neighbours(layout)

@@ -145,6 +145,15 @@ def test_what_fits_for_sure_wins_over_what_may_not(monkeypatch):
     assert "may not fit" not in reasons["zero 2"] and "of 85.1 GB" in reasons["zero 2"]
 
 
+def test_a_mesh_is_improved_within_what_fits_for_sure_too():
+    """Of replicas alone, ZeRO-2 is fastest with one sample at a time, and may not fit; ZeRO-3 is with two."""
+    shape = TransformerShape(32, 4096, 14336, 32, 50304, 2048, is_gated=True, has_tied_embedding=False)
+    costs = transformer_costs(shape, "a decoder")
+    best = search_layouts(costs, FORMATS["bf16-mixed"], A100, 8, batch=256).best
+    assert best.layout.has_replicas_alone and best.fits_with_error
+    assert (best.layout.zero_stage, best.layout.microbatch, best.layout.recompute) == (3, 2, "none")
+
+
 SHORT = {"pipeline": 1, "tensor": 1, "context": 1, "zero_stage": 0, "recompute": "none", "microbatch": 8}
 SHORT |= {"offload": frozenset()}
 
