@@ -72,6 +72,7 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         first = None
     head = [_describe_layout(layout) + ("" if first is None else f", schedule {options.schedule}")]
     rank_of = (lambda stage: 0) if run.plan is None else run.plan.rank_of
+    ranks = ((0,),) if run.plan is None else run.plan.ranks_of_stages
     details: list[str] = []
     rest: list[str] = []
     if setting.is_fitting:
@@ -85,9 +86,9 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         if memory is not None:
             rest.append(describe_memory(memory_of_ranks(memory, run), is_upper_bound=is_upper_bound))
-        details += [] if first is None else _stage_rows(first, rank_of, memory)
+        details += [] if first is None else _stage_rows(first, ranks, memory)
     elif first is not None:
-        details += _stage_rows(first, rank_of, None)
+        details += _stage_rows(first, ranks, None)
     rest += [] if first is None else _shared_and_means(run, first)
     if run.fallback is not None and run.fallback.line:
         head.insert(1, run.fallback.line)
@@ -130,9 +131,9 @@ def _describe_layout(layout: ParallelLayout) -> str:
 
 
 def _stage_rows(
-    assignment: Assignment, rank_of: Callable[[int], int], memory: Sequence[RankMemory] | None
+    assignment: Assignment, ranks: Sequence[Sequence[int]], memory: Sequence[RankMemory] | None
 ) -> list[str]:
-    """Return a row per stage: its rank and units, what the rank holds for it, its cost, and what it sends."""
+    """Return a row per stage: its ranks and units, what each rank holds for it, its cost, and what it sends."""
     graph, costs = assignment.graph, assignment.costs()
     rows = [["stage", "pipeline rank", "units", *(_COLUMNS if memory else ()), "cost", "sends per microbatch"]]
     for stage in range(assignment.num_stages):
@@ -144,8 +145,8 @@ def _stage_rows(
         share = f"{100 * costs[stage] / sum(costs):.0f} %"
         held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
         cells = ["?" if size is None else sized(size) for size in held]
-        rank = str(rank_of(stage))
-        rows.append([str(stage), rank, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
+        holders = ", ".join(str(rank) for rank in ranks[stage])
+        rows.append([str(stage), holders, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
     return columns(rows)
 
 
