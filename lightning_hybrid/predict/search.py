@@ -90,9 +90,7 @@ def search_layouts(
     for search in itertools.chain(searches, searches[-1].last_resort()):
         if found := search.run():
             return found
-    if found := searches[-1].within_error():
-        return found
-    raise searches[-1].nothing_fits()
+    return searches[-1].within_error()
 
 
 def cluster_of(hardware: Hardware, devices: int, num_nodes: int = 1, max_memory: float | None = None) -> Hardware:
@@ -272,11 +270,15 @@ class _Search:
             fixed = {**candidates.fixed, "tensor": candidates.ranks // data}
             yield _Search(dataclasses.replace(candidates, fixed=fixed), self.number_format, self.objective)
 
-    def within_error(self) -> SearchResult | None:
-        """Return the plan that lacks the least memory, if that is within the error bar of memory."""
+    def within_error(self) -> SearchResult:
+        """Return the plan that lacks the least memory, if that is within the error bar of memory.
+
+        Raises:
+            PlanError: None does.
+        """
         plans = [plan for plan in self.plans.values() if plan.may_fit]
         if not plans:
-            return None
+            raise self.nothing_fits()
         best = min(plans, key=lambda plan: (_lacking(plan), self._score(plan)))
         rejected = tuple(rejected_families(best, self.candidates, self.plan, self.plans.values()))
         return SearchResult(tuple(self._ranked(best)), rejected, len(self.plans))

@@ -48,14 +48,6 @@ _GATED = ("silu", "swish", "swiglu", "geglu")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "alibi", "use_alibi")
 _DROPOUTS = ("hidden_dropout_prob", "resid_pdrop", "dropout")
-# What configurations leave out where it is their architecture's: heads with a parameter of their own, MLPs with a gate
-# beside another activation, and the distance between layers whose attention has no window.
-_UNTIED = (
-    "llama", "mistral", "mixtral", "ministral", "qwen", "deepseek", "glm", "gpt_neox", "gptj", "gpt_oss", "codegen",
-    "phi", "olmo", "dbrx", "dots1", "granite", "stablelm", "nemotron", "minimax", "exaone", "seed_oss", "apertus",
-)  # fmt: skip
-_GATED_MODELS = ("gemma",)
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4}
 _PATTERN_KEYS = "sliding_window_pattern", "_sliding_window_pattern"
 _OF_TEXT = ("text_config", "llm_config", "language_config")
 # Keys of sizes, such as num_memory_tokens or window_size: those that nothing here reads get a note.
@@ -122,7 +114,7 @@ def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerS
         is_causal=not any("Masked" in name for name in read.architectures),
         has_learned_positions=not any(read.content.get(name) for name in _ROTARY),
         has_dropout=any(read.number(name) for name in _DROPOUTS),
-        has_tied_embedding=read.flag("tie_word_embeddings", default=not read.model_type.startswith(_UNTIED)),
+        has_tied_embedding=read.flag("tie_word_embeddings", default=True),
         experts=experts,
         experts_per_token=read.size("experts_per_token") or 1 if experts else 1,
         shared_ffn=read.shared_width if experts else 0,
@@ -211,8 +203,7 @@ class ModelConfig:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate."""
-        is_named = self.activation.startswith(_GATED) or bool(self.content.get("hidden_activation"))
-        return is_named or self.model_type.startswith(_GATED_MODELS)
+        return self.activation.startswith(_GATED) or "hidden_activation" in self.content
 
     @property
     def dense_layers(self) -> int:
@@ -237,9 +228,10 @@ class ModelConfig:
 
     @property
     def window_pattern(self) -> int:
-        """One of so many layers in a row has no window; 0 if that is not given, such as 4 for "LLLG"."""
+        """One of so many layers in a row has no window, such as 4 for "LLLG"; 0 if that is not given."""
         key = next((key for key in _PATTERN_KEYS if self.content.get(key) is not None), "")
-        value = self.content[key] if key else _PATTERNS.get(self.model_type, 0)
+        # Of caches of two kinds of layers, the first were those of every other layer, without a pattern.
+        value = self.content[key] if key else 2 * (self.content.get("cache_implementation") == "hybrid")
         if isinstance(value, str):
             return len(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -354,6 +346,8 @@ class ModelConfig:
             yield f"{', '.join(self.left_out)}: not counted, only the language model is"
         if not self.activation:
             yield "the configuration names no hidden_act: MLPs of two matrices are counted, without a gate"
+        if self.content.get("tie_word_embeddings") is None:
+            yield "the configuration does not set tie_word_embeddings: embedding and head are counted as one parameter"
         if self.experts and not self.size("experts_per_token"):
             yield "the configuration names no num_experts_per_tok: one expert per token is counted"
         if longest and positions > longest:
