@@ -167,6 +167,11 @@ def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
     [
         (3, {}, "2 ranks but the world has 3; set pipeline_parallel_size=1 or 3, or devices=2 or 4"),
         (2, {"pipeline_cuts": ["layer.3"]}, "'layer.3', but Tiny has no module of that name; nearest: .'layers.3'"),
+        (
+            2,
+            {"stages_per_rank": 8},
+            "stages_per_rank=8 makes 16 stages, but the step has only . layers with parameters",
+        ),
         (2, {"num_microbatches": 9}, "num_microbatches=9 but the batch has only 4 samples"),
     ],
 )
