@@ -181,7 +181,7 @@ class ForkedRanksLauncher(_MultiProcessingLauncher):
 
 
 def _print_no_native_warnings() -> None:
-    """Set torch's C++ log level to that of the environment, or errors, as `ScriptLauncher` does for a script's ranks.
+    """Let torch's C++ code log errors alone, as in ranks of `ScriptLauncher`, unless the environment sets a level.
 
     A fork has loaded torch already, which reads the level when it is loaded.
     """
