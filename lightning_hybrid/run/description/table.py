@@ -72,6 +72,7 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         first = None
     head = [_describe_layout(layout) + ("" if first is None else f", schedule {options.schedule}")]
     rank_of = (lambda stage: 0) if run.plan is None else run.plan.rank_of
+    ranks = ((0,),) if run.plan is None else run.plan.ranks_of_stages
     details: list[str] = []
     rest: list[str] = []
     if setting.is_fitting:
@@ -85,9 +86,9 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         if memory is not None:
             rest.append(describe_memory(memory_of_ranks(memory, run), is_upper_bound=is_upper_bound))
-        details += [] if first is None else _stage_rows(first, rank_of, memory)
+        details += [] if first is None else _stage_rows(first, ranks, memory)
     elif first is not None:
-        details += _stage_rows(first, rank_of, None)
+        details += _stage_rows(first, ranks, None)
     rest += [] if first is None else _shared_and_means(run, first)
     if run.fallback is not None and run.fallback.line:
         head.insert(1, run.fallback.line)
@@ -130,14 +131,14 @@ def _describe_layout(layout: ParallelLayout) -> str:
 
 
 def _stage_rows(
-    assignment: Assignment, rank_of: Callable[[int], int], memory: Sequence[RankMemory] | None
+    assignment: Assignment, ranks: Sequence[Sequence[int]], memory: Sequence[RankMemory] | None
 ) -> list[str]:
-    """Return a row per stage: its units, what its rank holds for it, its cost, and what it sends per microbatch.
+    """Return a row per stage: its units, what each rank holds for it, its cost, and what it sends per microbatch.
 
-    The pipeline rank is shown where it has another number than the stage.
+    The pipeline ranks are shown where they have other numbers than the stages.
     """
     graph, costs = assignment.graph, assignment.costs()
-    has_ranks = any(rank_of(stage) != stage for stage in range(assignment.num_stages))
+    has_ranks = any(list(ranks[stage]) != [stage] for stage in range(assignment.num_stages))
     titles = ["stage", "rank"] if has_ranks else ["stage"]
     rows = [[*titles, "units", *(_COLUMNS if memory else ()), "cost", "sends"]]
     for stage in range(assignment.num_stages):
@@ -149,8 +150,8 @@ def _stage_rows(
         share = f"{100 * costs[stage] / sum(costs):.0f} %"
         held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
         cells = ["?" if size is None else sized(size) for size in held]
-        ranks = [str(rank_of(stage))] if has_ranks else []
-        rows.append([str(stage), *ranks, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
+        holders = [", ".join(map(str, ranks[stage]))] if has_ranks else []
+        rows.append([str(stage), *holders, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
     return columns(rows, wrapped=len(titles))
 
 
