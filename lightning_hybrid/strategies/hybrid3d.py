@@ -35,7 +35,7 @@ from lightning_hybrid.strategies.options.options import MicrobatchWeight, Option
 from lightning_hybrid.strategies.private_names import check_private_names
 from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
-from lightning_hybrid.strategies.user_code.schedules import check_schedules, explain_schedule
+from lightning_hybrid.strategies.user_code.schedules import explain_schedule
 from lightning_hybrid.techniques.technique import Technique
 
 check_private_names()
@@ -292,10 +292,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Check schedules; let learning-rate searches of callbacks decide by the mean loss, equal on all ranks."""
-        trainer = self._active.setting.trainer
-        check_schedules(trainer)
-        self.world.until_end.callback(average_lr_search_loss(trainer, self.mesh))
+        """Check the run's schedules; let learning-rate searches of callbacks decide by the mean loss of all ranks."""
+        self._active.on_train_start()
+        self.world.until_end.callback(average_lr_search_loss(self._active.setting.trainer, self.mesh))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Change the layout, after hooks of the user, if this batch requires another."""
