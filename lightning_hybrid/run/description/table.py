@@ -34,7 +34,7 @@ from lightning_hybrid.text import columns, sized, spanned, wrapped
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
     "number of labels that are not ignored": ("classes",),
-    "number of elements that a mask selects": ("elements", "rows"),
+    "number of elements": ("elements", "rows"),
     "sum of a mask or of weights": ("divisor",),
 }
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")
