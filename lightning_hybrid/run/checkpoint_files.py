@@ -104,8 +104,9 @@ class CheckpointFiles:
     def _is_first(self) -> bool:
         return self._world.mesh.rank == 0
 
-    def _axis_sizes(self) -> dict[str, int]:
-        return {**self._world.layout.by_axis, "stages_per_rank": self._state.stages_per_rank}
+    def _axis_sizes(self) -> dict[str, Any]:
+        widths = {"stage_widths": self._state.stage_widths} if self._state.stage_widths else {}
+        return {**self._world.layout.by_axis, "stages_per_rank": self._state.stages_per_rank, **widths}
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is complete; a CheckpointError if it could not be."""

@@ -62,7 +62,8 @@ class Layout:
 
     @property
     def _num_pipeline_ranks(self) -> int:
-        return sum(self.strategy.get("stage_widths") or [int(self.strategy.get("pipeline_parallel_size", 1))])
+        widths = self.strategy.get("stage_widths")
+        return sum(widths) if isinstance(widths, list) else int(self.strategy.get("pipeline_parallel_size", 1))
 
     @property
     def replicas(self) -> int:
@@ -75,9 +76,9 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages over all ranks."""
+        """Number of pipeline stages over all ranks, if each has one rank."""
         each = stages_of_each_rank(self.strategy.get("schedule", "1f1b"), int(self.strategy.get("stages_per_rank", 1)))
-        return len(self.strategy.get("stage_widths") or range(self._num_pipeline_ranks * each))
+        return self._num_pipeline_ranks * each
 
     def options(self, num_microbatches: int | None) -> dict[str, Any]:
         """Options of the strategy, with a number of microbatches where the layout names none."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
+from harness.trainer_runs import assert_same, ignore_warnings, lines_of_lightning, trainer_of, weights_of
 from harness.verification import check
 from lightning_hybrid.verify import Layout
 from models.cases import CASES, Samples
@@ -200,3 +200,66 @@ PAIR = Layout("pp2", 2, {"pipeline_parallel_size": 2, "num_microbatches": 4})
 )
 def test_what_ranks_of_a_stage_cannot_share_is_sharded_instead(worlds, make_module, layout):
     same(worlds, make_module, layout)
+
+
+class Repeats(nn.Module):
+    """One layer that runs several times, and cannot be divided."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.linear, self.times = nn.Linear(WIDTH, WIDTH), times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+class SlowFirst(Layers):
+    """A part that takes three times as long as the rest."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.layers = nn.ModuleList([Repeats(3 * 8), Repeats(8)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def chosen_widths(make_module, ranks, **options):
+    ignore_warnings()
+    strategy = {"pipeline_parallel_size": ranks, "stage_widths": "auto", "num_microbatches": 4, **options}
+    trainer, module = trainer_of(ranks, strategy_options=strategy, precision="64-true"), make_module()
+    seen = []
+    module.on_train_start = lambda: seen.append(trainer.strategy.run)
+    with lines_of_lightning() as lines:
+        trainer.fit(module, **data_of(module.kind))
+    run = seen[0]
+    line = next((each for text in lines for each in text.split("\n") if each.startswith("stage widths")), "")
+    return run.plan.widths, run.plan.num_stages, run.is_pipelined, line
+
+
+CHOSEN = {
+    "slow": (SlowFirst, 4, (3, 1)),
+    "equal": (partial(Layers, 8), 4, ()),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_widths_are_chosen(worlds, name):
+    make_module, ranks, widths = CHOSEN[name]
+    found = worlds.run(ranks, partial(chosen_widths, make_module, ranks))
+    assert {each[:3] for each in found} == {(widths, len(widths) or ranks, True)}, found
+    assert found[0][3].startswith(f"stage widths: {list(widths)}, chosen, with ") is bool(widths), found[0][3]
+
+
+def auto(ranks, replicas=1, **options):
+    options = {"pipeline_parallel_size": ranks, "stage_widths": "auto", "num_microbatches": 4, **options}
+    return Layout(f"auto of {ranks}, dp{replicas}", ranks * replicas, options)
+
+
+@pytest.mark.parametrize("make_module", [SlowFirst, Logged, ResNet, TwoTowers, Hooked, Centring, InstanceNorms])
+def test_chosen_widths_train_alike(worlds, make_module):
+    same(worlds, make_module, auto(4), batch=12, resume=make_module is SlowFirst)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.predict.ranks import KINDS, RankMemory
 from lightning_hybrid.run.description.lines import (
     describe_batch,
@@ -72,6 +73,7 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         first = None
     head = [_describe_layout(layout) + ("" if first is None else f", schedule {options.schedule}")]
     rank_of = (lambda stage: 0) if run.plan is None else run.plan.rank_of
+    ranks = [[0]] if run.plan is None else run.plan.ranks_of_stages
     details: list[str] = []
     rest: list[str] = []
     if setting.is_fitting:
@@ -85,10 +87,10 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         if memory is not None:
             rest.append(describe_memory(memory_of_ranks(memory, run), is_upper_bound=is_upper_bound))
-        details += [] if first is None else _stage_rows(first, rank_of, memory)
+        details += [] if first is None else _stage_rows(first, ranks, memory)
     elif first is not None:
-        details += _stage_rows(first, rank_of, None)
-    rest += [] if first is None else _shared_and_means(run, first)
+        details += _stage_rows(first, ranks, None)
+    rest += [] if first is None else [*_describe_widths(run.plan, first), *_shared_and_means(run, first)]
     if run.fallback is not None and run.fallback.line:
         head.insert(1, run.fallback.line)
     details += [line for technique in run.techniques for line in technique.details(run)]
@@ -130,9 +132,9 @@ def _describe_layout(layout: ParallelLayout) -> str:
 
 
 def _stage_rows(
-    assignment: Assignment, rank_of: Callable[[int], int], memory: Sequence[RankMemory] | None
+    assignment: Assignment, ranks: Sequence[Sequence[int]], memory: Sequence[RankMemory] | None
 ) -> list[str]:
-    """Return a row per stage: its rank and units, what the rank holds for it, its cost, and what it sends."""
+    """Return a row per stage: its ranks and units, what the rank holds for it, its cost, and what it sends."""
     graph, costs = assignment.graph, assignment.costs()
     rows = [["stage", "pipeline rank", "units", *(_COLUMNS if memory else ()), "cost", "sends per microbatch"]]
     for stage in range(assignment.num_stages):
@@ -144,9 +146,20 @@ def _stage_rows(
         share = f"{100 * costs[stage] / sum(costs):.0f} %"
         held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
         cells = ["?" if size is None else sized(size) for size in held]
-        rank = str(rank_of(stage))
+        rank = str(ranks[stage][0]) if len(ranks[stage]) == 1 else f"{ranks[stage][0]}-{ranks[stage][-1]}"
         rows.append([str(stage), rank, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
     return columns(rows)
+
+
+def _describe_widths(plan: StagePlan | None, assignment: Assignment) -> list[str]:
+    """Return the ranks of each stage, if some have several, and the bytes of parameters of which there are copies."""
+    if plan is None or not plan.widths:
+        return []
+    sizes, held = assignment.graph.parameter_bytes, assignment.holders
+    of_stages = [sum(sizes[name] for name in held if stage in held[name]) for stage in range(len(plan.widths))]
+    copied = sum((width - 1) * size for width, size in zip(plan.widths, of_stages, strict=True))
+    chosen = "chosen, " if plan.chooses_widths else ""
+    return [f"stage widths: {list(plan.widths)}, {chosen}with {sized(copied)} of further copies of parameters"]
 
 
 def _shared_and_means(run: Run, assignment: Assignment) -> list[str]:
