@@ -102,8 +102,9 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
 
     Args:
         text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, ``zero`` stage,
-            or any option of the strategy by its full name; separated by commas. Without ``=`` only short names,
-            separated by ``x``. A value is YAML: a number, true, false, null, text, or a list or mapping in brackets.
+            ``stage_widths`` such as 3+1, or any option of the strategy by its full name; separated by commas. Without
+            ``=`` only short names, separated by ``x``. A value is YAML: a number, true, false, null, text, or a list or
+            mapping in brackets.
         tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 
     Raises:
@@ -119,6 +120,10 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
         if _SHORT.get(name, name) in options:
             raise ValueError(f"--layout {text!r}: {name} is set twice")
         options[_SHORT.get(name, name)] = _value(text, value)
+    if re.fullmatch(r"\d+(\+\d+)*", str(options.get("stage_widths", ""))):
+        options["stage_widths"] = [int(width) for width in str(options["stage_widths"]).split("+")]
+    if isinstance(widths := options.get("stage_widths"), list) and all(isinstance(width, int) for width in widths):
+        options.setdefault("pipeline_parallel_size", sum(widths))
     devices = _num_ranks(text, options)
     entries = [entry.partition("=") for entry in tensor_plan]
     for pattern, equals, style in entries:
