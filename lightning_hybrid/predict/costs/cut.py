@@ -7,11 +7,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from lightning_hybrid.graph.partition import balance
-from lightning_hybrid.graph.widths import TIE, Elements, choose_widths
+from lightning_hybrid.graph.widths import Elements, choose_widths
 from lightning_hybrid.predict.costs.layers import LayerCosts, ModelCosts
 from lightning_hybrid.predict.layout import Balance, PlanLayout
 from lightning_hybrid.schedule.actions import rank_of_stage
 from lightning_hybrid.schedule.generators import placement_of
+
+# Times a rank's share of the FLOPs in one layer: with less, the cut of stages of one rank matters as much as widths.
+_MUCH = 1.5
 
 
 def stages_by_rank(costs: ModelCosts, layout: PlanLayout) -> list[dict[int, list[tuple[LayerCosts, int]]]]:
@@ -96,10 +99,10 @@ def _boundaries_of_widths(costs: ModelCosts, widths: Sequence[int]) -> list[int]
 def best_widths(costs: ModelCosts, num_ranks: int) -> tuple[int, ...]:
     """Return the ranks of stages that divide the FLOPs best; empty where stages of one rank are as fast.
 
-    They are looked for where one layer has more than a rank's share of the FLOPs.
+    They are looked for where one layer has much more than a rank's share of the FLOPs.
     """
     layers = list(costs.single_layers())
-    if num_ranks * max(layer.flops for layer in layers) <= (1 + TIE) * costs.flops:
+    if num_ranks * max((layer.flops for layer in layers), default=0.0) < _MUCH * costs.flops:
         return ()
     found = choose_widths(Elements([each.flops for each in layers], [each.parameters for each in layers]), num_ranks)
     return () if found is None or found.is_ordinary else tuple(found.widths)
