@@ -77,6 +77,8 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> tuple[di
         options.pop("num_microbatches", None)
         size = layout.microbatch
         rank_zero_info(f"hybrid3d: the largest batch of a replica that is computed at a time has {size} samples")
+    if strategy.options.stage_widths == "auto":
+        options["stage_widths"] = list(layout.widths) or None
     options = {**sizes, **options}
     _log(trainer, run, options)
     return options, run.result.best

@@ -11,8 +11,7 @@ from lightning_hybrid.predict.layout import LAYOUT_OPTIONS, OFFLOADABLE, SIZES, 
 from lightning_hybrid.schedule import SCHEDULE_NAMES
 from lightning_hybrid.schedule.generators import make_schedule, stages_of_each_rank
 
-_STAGES = "stages_per_rank"
-_COUNTS = (*SIZES, _STAGES, "num_microbatches", "shard_size")
+_COUNTS = (*SIZES, "stages_per_rank", "num_microbatches", "shard_size")
 _FLAGS = ("sequence_parallel", "reshard_after_forward", "chunked_loss")
 _COUNT = "a whole number of 1 or more"
 
@@ -39,11 +38,9 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_widths(options: Mapping[str, Any]) -> None:
-    widths, pipeline, stages = (options.get(each) for each in ("stage_widths", "pipeline_parallel_size", _STAGES))
+    widths, stages = options.get("stage_widths"), options.get("stages_per_rank")
     if not isinstance(widths, list):
         return
-    if isinstance(pipeline, int) and pipeline != sum(widths):
-        raise ValueError(f"stage_widths={spelled_value(widths)} are {sum(widths)} pipeline ranks, not pp={pipeline}")
     if isinstance(stages, int) and stages > 1:
         raise ValueError(f"stage_widths={spelled_value(widths)}: ranks have one stage each; leave stages={stages} out")
     if (schedule := options.get("schedule", "1f1b")) in SCHEDULE_NAMES:

@@ -123,7 +123,10 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     if re.fullmatch(r"\d+(\+\d+)*", str(options.get("stage_widths", ""))):
         options["stage_widths"] = [int(width) for width in str(options["stage_widths"]).split("+")]
     if isinstance(widths := options.get("stage_widths"), list) and all(isinstance(width, int) for width in widths):
-        options.setdefault("pipeline_parallel_size", sum(widths))
+        size = options.setdefault("pipeline_parallel_size", sum(widths))
+        if size != sum(widths):
+            given = "+".join(map(str, widths))
+            raise ValueError(f"--layout {text!r}: stage_widths={given} are {sum(widths)} pipeline ranks, and pp={size}")
     devices = _num_ranks(text, options)
     entries = [entry.partition("=") for entry in tensor_plan]
     for pattern, equals, style in entries:
