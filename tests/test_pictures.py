@@ -13,7 +13,7 @@ from matplotlib.textpath import TextToPath
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
-MEASURED = {"memory_8_ranks", "timeline_8_ranks"}  # by a run, as quickstart_timeline.png is
+MEASURED = {"memory_8_ranks", "timeline_8_ranks", "stage_widths_measured"}  # by a run, as quickstart_timeline.png is
 PLANNED = {"planner_time", "planner_memory"}  # drawn by .ci/planner_page.py
 DRAWN = sorted({path.stem for path in FOLDER.glob("*.svg")} - MEASURED - PLANNED)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -28,6 +28,7 @@ PICTURES = {
     "halos": halos.draw,
     "mesh": mesh.draw,
     "schedules": schedules.draw,
+    "stage_widths": schedules.draw_widths,
     "step_graph": step_graph.draw,
     "tensor_block": tensor_block.draw,
     "zero_memory": zero_memory.draw,

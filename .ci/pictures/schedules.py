@@ -5,6 +5,7 @@ from canvas import BLUE, GREEN, INK, MUTED, ORANGE, PAPER, RULE, WIDTH, YELLOW, 
 from lightning_hybrid.schedule import Kind, Timeline, chain, make_schedule, simulate
 
 RANKS, MICROBATCHES = 4, 8
+WIDE_MICROBATCHES = 12
 FORWARD, BACKWARD = 1.0, 2.0  # seconds of one rank's layers
 FILL = {Kind.F: BLUE, Kind.B: ORANGE, Kind.I: YELLOW, Kind.W: GREEN}
 LEFT, LANE, GAP = 74, 22, 3
@@ -16,6 +17,14 @@ def timeline_of(name: str, stages_per_rank: int = 1) -> Timeline:
     costs = {"forward_seconds": FORWARD / stages_per_rank, "backward_seconds": BACKWARD / stages_per_rank}
     timeline = simulate(schedule, chain(schedule.num_stages), **costs)
     return Timeline(tuple(span for span in timeline.spans if span.action.kind is not Kind.REDUCE), RANKS)
+
+
+def timeline_of_widths(widths: tuple[int, ...]) -> Timeline:
+    """Simulated: two stages on so many ranks each, the first three times as slow as the second."""
+    schedule = make_schedule("1f1b", sum(widths), WIDE_MICROBATCHES, widths=widths)
+    timeline = simulate(schedule, chain(2), forward_seconds=[3.0, 1.0], backward_seconds=[6.0, 2.0])
+    spans = tuple(span for span in timeline.spans if span.action.kind is not Kind.REDUCE)
+    return Timeline(spans, sum(widths))
 
 
 def held_by(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
@@ -34,7 +43,7 @@ def held_by(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
 
 def most_held(timeline: Timeline) -> float:
     """The most that any rank holds at a time."""
-    return max(held for rank in range(RANKS) for _, held in held_by(timeline, rank))
+    return max(held for rank in range(timeline.num_ranks) for _, held in held_by(timeline, rank))
 
 
 def draw() -> str:
@@ -57,11 +66,29 @@ def draw() -> str:
     return canvas.svg()
 
 
+def draw_widths() -> str:
+    """A slow stage before a fast one, with equal numbers of ranks and with unequal ones."""
+    panels = (
+        ("pipeline_parallel_size=2", timeline_of_widths((1, 1))),
+        ("stage_widths=[3, 1]", timeline_of_widths((3, 1))),
+    )
+    scale = (WIDTH - LEFT - 20) / max(timeline.makespan_seconds for _, timeline in panels)
+    heights = [timeline.num_ranks * (LANE + GAP) + 58 for _, timeline in panels]
+    canvas = Canvas(72 + sum(heights) + 12, "A slow stage on one rank and on three")
+    canvas.key(LEFT, 30, [(FILL[Kind.F], "forward"), (FILL[Kind.B], "backward")], 100)
+    words = f"{WIDE_MICROBATCHES} microbatches, whose number is in the boxes; the first stage takes three times as long"
+    canvas.text(LEFT, 54, words, fill=MUTED)
+    for i, (name, timeline) in enumerate(panels):
+        _panel(canvas, 72 + sum(heights[:i]), name, timeline, scale)
+    return canvas.svg()
+
+
 def _panel(canvas: Canvas, top: float, name: str, timeline: Timeline, scale: float) -> None:
     end = LEFT + timeline.makespan_seconds * scale
     canvas.heading(LEFT, top + 20, name)
     canvas.text(WIDTH - 20, top + 20, f"bubble {timeline.bubble:.1%}", anchor="end", font_weight=600)
-    for rank in range(RANKS):
+    ranks = timeline.num_ranks
+    for rank in range(ranks):
         y = top + 30 + rank * (LANE + GAP)
         canvas.text(LEFT - 8, y + 16, f"rank {rank}", anchor="end", fill=MUTED)
         canvas.rect(LEFT, y, end - LEFT, LANE, rx=2, fill=tint(INK, 0.08))
@@ -75,12 +102,12 @@ def _panel(canvas: Canvas, top: float, name: str, timeline: Timeline, scale: flo
             dark = second or action.kind in (Kind.B, Kind.I)
             style = {"fill": INK if dark else PAPER}
             canvas.text(x + width / 2, y + 16, str(action.microbatch), anchor="middle", **style)
-    y = top + 30 + RANKS * (LANE + GAP)
+    y = top + 30 + ranks * (LANE + GAP)
     words = (
         f"{timeline.makespan_seconds:g} s; a rank holds the activations of at most {most_held(timeline):g} microbatches"
     )
     canvas.line((end, top + 28), (end, y + 4), colour=RULE)
-    canvas.text(end, y + 15, words, anchor="end", fill=MUTED)
+    canvas.text(max(end, LEFT + 440), y + 15, words, anchor="end", fill=MUTED)
 
 
 def draw_activations() -> str:

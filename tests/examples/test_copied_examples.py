@@ -48,6 +48,14 @@ def test_a_unet_segments_over_stages_and_replicas(tmp_path):
     assert (tmp_path / "shapes.png").exists()
 
 
+@pytest.mark.slow
+def test_a_captioner_trains_on_stages_of_different_width(tmp_path):
+    output = output_of(EXAMPLES / "captions.py", "--widths", 2, 1, "--images", 128, "--epochs", 3, "--out", tmp_path)
+    assert re.search(r"^0 +0, 1 +encoder", output, re.MULTILINE) and "sharded instead" not in output, output
+    assert re.search(r"right captions [\d.]+%", output), output
+    assert (tmp_path / "timeline.svg").exists()
+
+
 def test_the_job_has_a_task_for_each_rank_of_the_layout():
     script, config = (LLAMA / "llama.sbatch").read_text(), yaml.safe_load((LLAMA / "llama.yaml").read_text())
     assert subprocess.run(["bash", "-n", LLAMA / "llama.sbatch"], capture_output=True, text=True).stderr == ""

@@ -73,7 +73,7 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         first = None
     head = [_describe_layout(layout) + ("" if first is None else f", schedule {options.schedule}")]
     rank_of = (lambda stage: 0) if run.plan is None else run.plan.rank_of
-    ranks = [[0]] if run.plan is None else run.plan.ranks_of_stages
+    ranks = ((0,),) if run.plan is None else run.plan.ranks_of_stages
     details: list[str] = []
     rest: list[str] = []
     if setting.is_fitting:
@@ -134,7 +134,7 @@ def _describe_layout(layout: ParallelLayout) -> str:
 def _stage_rows(
     assignment: Assignment, ranks: Sequence[Sequence[int]], memory: Sequence[RankMemory] | None
 ) -> list[str]:
-    """Return a row per stage: its ranks and units, what the rank holds for it, its cost, and what it sends."""
+    """Return a row per stage: its ranks and units, what each rank holds for it, its cost, and what it sends."""
     graph, costs = assignment.graph, assignment.costs()
     rows = [["stage", "pipeline rank", "units", *(_COLUMNS if memory else ()), "cost", "sends per microbatch"]]
     for stage in range(assignment.num_stages):
@@ -146,8 +146,8 @@ def _stage_rows(
         share = f"{100 * costs[stage] / sum(costs):.0f} %"
         held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
         cells = ["?" if size is None else sized(size) for size in held]
-        rank = str(ranks[stage][0]) if len(ranks[stage]) == 1 else f"{ranks[stage][0]}-{ranks[stage][-1]}"
-        rows.append([str(stage), rank, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
+        holders = ", ".join(str(rank) for rank in ranks[stage])
+        rows.append([str(stage), holders, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
     return columns(rows)
 
 
