@@ -340,5 +340,5 @@ def auto(ranks, replicas=1, **options):
 
 
 @pytest.mark.parametrize("make_module", [SlowFirst, Logged, ResNet, TwoTowers, Hooked, Centring, InstanceNorms])
-def test_chosen_widths_train_alike(worlds, make_module):
+def test_chosen_widths(worlds, make_module):
     same(worlds, make_module, auto(4), batch=12, resume=make_module is SlowFirst)

@@ -152,7 +152,7 @@ def _stage_rows(
 
 
 def _describe_widths(plan: StagePlan | None, assignment: Assignment) -> list[str]:
-    """Return the ranks of each stage, if some have several, and the bytes of parameters of which there are copies."""
+    """Return a line on stages of several ranks, and the bytes of their further copies of parameters."""
     if plan is None or not plan.widths:
         return []
     sizes, held = assignment.graph.parameter_bytes, assignment.holders

@@ -149,7 +149,7 @@ class TensorSnapshot:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor itself."""
+        """The tensor itself, of any shape."""
         return self._tensor
 
     def is_of(self, tensor: Tensor) -> bool:
