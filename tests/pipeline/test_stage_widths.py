@@ -342,3 +342,33 @@ def auto(ranks, replicas=1, **options):
 @pytest.mark.parametrize("make_module", [SlowFirst, Logged, ResNet, TwoTowers, Hooked, Centring, InstanceNorms])
 def test_chosen_widths(worlds, make_module):
     same(worlds, make_module, auto(4), batch=12, resume=make_module is SlowFirst)
+
+
+def validated(devices, **strategy):
+    ignore_warnings()
+    torch.manual_seed(0)
+    trainer = trainer_of(devices, strategy_options=strategy, precision="64-true")
+    return trainer.validate(SlowFirst(), data_of("vectors")["val_dataloaders"], verbose=False)[0]
+
+
+def test_chosen_widths_of_a_validation(worlds):
+    options = {"pipeline_parallel_size": 4, "stage_widths": "auto", "num_microbatches": 4}
+    wanted = validated(1)
+    for found in worlds.run(4, partial(validated, 4, **options)):
+        assert_same(found, wanted)
+
+
+def saved_layout(folder):
+    ignore_warnings()
+    strategy = {"pipeline_parallel_size": 4, "stage_widths": "auto", "num_microbatches": 4}
+    trainer, path = trainer_of(4, strategy_options=strategy, precision="64-true"), f"{folder}/last.ckpt"
+    trainer.fit(SlowFirst(), **data_of("vectors"))
+    trainer.save_checkpoint(path)
+    again = trainer_of(4, strategy_options=strategy, precision="64-true", max_epochs=2)
+    again.fit(SlowFirst(), **data_of("vectors"), ckpt_path=path)
+    return torch.load(path, weights_only=False)["hybrid3d"]["layout"], again.global_step
+
+
+def test_a_checkpoint_has_the_chosen_widths_and_is_resumed(worlds, tmp_path):
+    for layout, steps in worlds.run(4, partial(saved_layout, str(tmp_path))):
+        assert layout["pp"] == 4 and layout["stage_widths"] == [3, 1] and steps == 4

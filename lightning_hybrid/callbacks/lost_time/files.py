@@ -99,7 +99,7 @@ def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **m
         cuts=() if assignment is None else present_cuts(assignment),
         options={
             **{name: _plain(getattr(options, name)) for name in LAYOUT_OPTIONS if hasattr(options, name)},
-            "stage_widths": list(strategy.run.plan.widths) or None if assignment is not None else None,
+            "stage_widths": list(steps.typical.schedule.widths) or None,
         },
         batch_size=batch_size,
         step_times=tuple(step.lost.total for step in steps.steps),
