@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_hybrid.namespace import install, late_names
-from lightning_hybrid.registration import register
+from lightning_hybrid.registration import PREPARE
 from lightning_hybrid.version import __version__
 
 if TYPE_CHECKING:
@@ -21,4 +21,4 @@ __all__ = ["Hybrid3DStrategy", "HybridPrecision", "__version__"]
 # Public names are loaded when they are first asked for: they import torch and Lightning.
 __getattr__ = late_names(__name__, {"Hybrid3DStrategy": "strategies.hybrid3d", "HybridPrecision": "precision.hybrid"})
 
-install(register)
+install(PREPARE)

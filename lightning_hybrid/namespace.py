@@ -60,9 +60,9 @@ def follow(code: CodeType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder that gives `pytorch_lightning` its second name, and calls a function after imports of the packages."""
+    """A finder that gives `pytorch_lightning` its second name, and calls functions after imports of some packages."""
 
-    def __init__(self, prepare: Callable[[ModuleType], None]) -> None:
+    def __init__(self, prepare: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._prepare = prepare
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
@@ -74,7 +74,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return None
             is_there = importlib.util.find_spec(counterpart or PACKAGES[1]) is not None
             return ModuleSpec(fullname, self, is_package=True) if is_there else None
-        if fullname not in PACKAGES:
+        if fullname not in self._prepare:
             return None
         spec = _others_find(fullname, path)
         if spec is not None and spec.loader is not None:
@@ -82,7 +82,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
             def execute_and_prepare(module: ModuleType) -> None:
                 execute(module)
-                self._prepare(module)
+                self._prepare[fullname](module)
 
             spec.loader.exec_module = execute_and_prepare  # type: ignore[method-assign]
         return spec
@@ -95,17 +95,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.modules[module.__name__] = found
 
 
-def install(prepare: Callable[[ModuleType], None]) -> None:
+def install(prepare: Mapping[str, Callable[[ModuleType], None]]) -> None:
     """Install the finder, once, and prepare the packages that are imported already.
 
     Args:
-        prepare: Called with each of the two packages after its import.
+        prepare: By the name of a package, what is called with it after its import.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(prepare))
-    for name in PACKAGES:
+    for name, function in prepare.items():
         if name in sys.modules:
-            prepare(sys.modules[name])
+            function(sys.modules[name])
 
 
 def _counterpart_of(name: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -33,13 +33,20 @@ def register(package: ModuleType) -> None:
     if sys.modules.get(PACKAGES[0], package) is not package:
         _refuse_in(package.Trainer)
         return
-    if "jsonargparse" in sys.modules:
-        importlib.import_module("lightning_hybrid.strategies.options.config_errors").hint_at_options()
     registry = importlib.import_module(f"{package.__name__}.strategies").StrategyRegistry
     for name, options in _NAMES.items():
         if name not in registry:
             description = "data, tensor and pipeline parallelism for unmodified LightningModules"
             registry.register(name, _build, description=description, **options)
+
+
+def name_options(library: ModuleType) -> None:
+    """Let errors of jsonargparse, which LightningCLI parses with, end with the nearest options of the strategy."""
+    importlib.import_module("lightning_hybrid.strategies.options.config_errors").hint_at_options(library)
+
+
+# What is called after the import of a package, in whatever order a script imports it and this one.
+PREPARE: dict[str, Callable[[ModuleType], None]] = {**dict.fromkeys(PACKAGES, register), "jsonargparse": name_options}
 
 
 def _build(**options: Any) -> Any:

@@ -62,7 +62,7 @@ def columns(rows: Sequence[Sequence[str]], *, right: int | None = None, wrapped:
     right = len(rows[0]) if right is None else right
     if wrapped is not None:
         others = sum(max(map(len, column)) + 2 for i, column in enumerate(zip(*rows, strict=True)) if i != wrapped)
-        rows = [line for row in rows for line in _broken(row, wrapped, max(24, WIDTH - others))]
+        rows = [line for row in rows for line in _broken(row, wrapped, max(16, WIDTH - others))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -80,6 +80,20 @@ def wrap(text: str, width: int = WIDTH) -> list[str]:
             lines.append("")
         lines[-1] += word
     return [line.rstrip() for line in lines]
+
+
+def wrapped(text: str) -> str:
+    """Return a text whose lines have at most 100 characters; what a line goes on with is indented further."""
+    lines = []
+    for line in text.splitlines():
+        if len(line) <= WIDTH:
+            lines.append(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()))
+        first, *_ = wrap(line.strip(), WIDTH - len(indent))
+        rest = wrap(line.strip()[len(first) :].strip(), WIDTH - len(indent) - 4)
+        lines += [f"{indent}{first}", *(f"{indent}    {each}" for each in rest if each)]
+    return "\n".join(lines)
 
 
 def _broken(row: Sequence[str], column: int, width: int) -> list[list[str]]:

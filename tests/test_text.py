@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hybrid.text import columns, counted, sized, spanned, timed
+from lightning_hybrid.text import columns, counted, sized, spanned, timed, wrapped
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,11 @@ def test_columns_are_aligned_and_wrapped():
     first, *others = columns(rows, wrapped=2)[1:]
     assert first.startswith("a     1,000  x, x,") and others[0].startswith(" " * 13 + "x, x,")
     assert all(len(line) <= 120 for line in (first, *others)) and columns([]) == []
+
+
+def test_lines_are_wrapped_with_an_indent():
+    long = "    why: " + "word " * 30
+    _, first, second = wrapped(f"short\n{long}").splitlines()
+    assert first.startswith("    why: word") and second.startswith("        word")
+    assert len(first) <= 100 and len(second) <= 100 and f"{first.strip()} {second.strip()}" == long.strip()
+    assert wrapped("short") == "short"

@@ -34,6 +34,7 @@ from lightning_hybrid.predict.costs.layers import checksum_of_names
 from lightning_hybrid.predict.measured import compared_lines
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 from lightning_hybrid.soft_failures import only_informs
+from lightning_hybrid.text import wrapped
 
 _PICTURES = (".svg", ".png")
 _WHAT = "PipelineTimeline"
@@ -222,7 +223,7 @@ class PipelineTimeline(Callback):
     @only_informs(_WHAT)
     def _summarize(self, trainer: Trainer) -> None:
         run: Any = trainer.strategy.run  # type: ignore[attr-defined]
-        rank_zero_info("\n".join([*self._steps.lines(run.assignment), *self._compared_lines(trainer)]))
+        rank_zero_info(wrapped("\n".join([*self._steps.lines(run.assignment), *self._compared_lines(trainer)])))
         where = [write_lost_time(self._steps, self.paths[0]), self._write_costs(trainer)]
         rank_zero_info(f"written: {', '.join(str(path) for path in where if path is not None)}")
 
@@ -291,10 +292,11 @@ class PipelineTimeline(Callback):
             rank_zero_info(f"step {step}: {1000 * measured.timeline.makespan_seconds:.0f} ms measured; {written}")
             return
         (bubble, bound), (seconds, bound_seconds) = measured.bubbles, measured.seconds
-        rank_zero_info(
+        line = (
             f"step {step}: idle {bubble:.1%} measured, {bound:.1%} by the schedule ({1000 * seconds:.0f} ms measured,"
             f" {1000 * bound_seconds:.0f} ms by the schedule); {written}"
         )
+        rank_zero_info(wrapped(line))
         pictures.log_metrics(trainer, {"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step)
 
 

@@ -20,7 +20,7 @@ from lightning_hybrid.cli.module import (
     refusals,
 )
 from lightning_hybrid.cli.progress import Progress
-from lightning_hybrid.text import counted, print_table
+from lightning_hybrid.text import counted, print_table, wrapped
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import ParallelLayout
@@ -238,7 +238,7 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
         verbose: Whether to print the shape of each shard, and all ranks in full.
     """
     if content["refused"] is not None:
-        print(f"refused: {content['refused']}")
+        print(wrapped(f"refused: {content['refused']}"))
         return
     print(_headline(content))
     for note in content["notes"]:

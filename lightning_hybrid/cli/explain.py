@@ -17,7 +17,7 @@ from lightning_hybrid.cli.module import (
     refusals,
 )
 from lightning_hybrid.cli.progress import Progress
-from lightning_hybrid.text import print_table
+from lightning_hybrid.text import print_table, wrapped
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
@@ -167,7 +167,7 @@ def _sizes(names: set[str], num_bytes: Any, sizes: dict[str, int]) -> dict[str, 
 
 def _print(content: dict[str, Any]) -> None:
     if content["refused"] is not None:
-        print(f"refused: {content['refused']}")
+        print(wrapped(f"refused: {content['refused']}"))
     if content.get("units"):
         from lightning_hybrid.step.objects.modules import shortened
 
@@ -179,7 +179,7 @@ def _print(content: dict[str, Any]) -> None:
         print_table(rows)
     if content["refused"] is None:
         _print_memory(content)
-        print(content["table"])
+        print(wrapped(content["table"]))
     elif "table" in content:
         print("Without strict_layout=True, the ranks would hold shards of all parameters, as under ZeRO-3.")
         if content["may_retry"]:

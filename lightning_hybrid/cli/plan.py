@@ -43,7 +43,7 @@ from lightning_hybrid.predict.plans import OBJECTIVES, Plan
 from lightning_hybrid.predict.report import PlannedRun, explained_layout, plans_table
 from lightning_hybrid.predict.search import check_cluster, cluster_of, predict_plan, search_layouts
 from lightning_hybrid.schedule.measured.seconds import FILE_NAME, MeasuredCosts, load_measured_costs
-from lightning_hybrid.text import counted
+from lightning_hybrid.text import counted, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,7 +124,7 @@ def run(parsed: argparse.Namespace) -> int:
         if parsed.json:
             print_json({"refused": str(error)})
         else:
-            print(f"refused: {error}")
+            print(wrapped(f"refused: {error}"))
         return REFUSED
     _check_microbatches(planned.result.best.layout, request.fixed, f"--fix {parsed.fix}")
     explained = None if request.explained is None else _explained(parsed, request.explained, planned)

@@ -28,6 +28,7 @@ from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.start.file_size import warn_of_large_single_file
 from lightning_hybrid.strategies.world.failures import warn_of_missing_checkpoint
 from lightning_hybrid.strategies.world.ranks import RankWorld
+from lightning_hybrid.text import wrapped
 
 _LISTED = 4
 
@@ -105,8 +106,9 @@ class CheckpointFiles:
         return self._world.mesh.rank == 0
 
     def _axis_sizes(self) -> dict[str, Any]:
+        others = {"stages_per_rank": self._state.stages_per_rank, "zero_stage": self._options.zero_stage}
         widths = {"stage_widths": self._state.stage_widths} if self._state.stage_widths else {}
-        return {**self._world.layout.by_axis, "stages_per_rank": self._state.stages_per_rank, **widths}
+        return {**self._world.layout.by_axis, **others, **widths}
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is complete; a CheckpointError if it could not be."""
@@ -166,13 +168,15 @@ class CheckpointFiles:
         own = self._axis_sizes()
         from lightning_hybrid.checkpoint.contents import describe_layout
 
-        before, now = (describe_layout({axis: sizes.get(axis, 1) for axis in (*AXES, "ep")}) for sizes in (saved, own))
+        shown = (*AXES, "ep", "zero_stage")
+        before, now = (
+            describe_layout({axis: sizes[axis] for axis in shown if axis in sizes}) for sizes in (saved, own)
+        )
         if before != now:
             counts = len(self._generator_states), self._world.layout.data_parallel_size
             lost = f"; the random generators of {counts[0]} replicas are not restored to {counts[1]}"
             has_lost = counts[0] not in (0, counts[1])
-            zero = f", zero_stage={stage}" if (stage := self._options.zero_stage) else ""
-            rank_zero_info(f"{path} was saved under {before} and resumes under {now}{zero}{lost * has_lost}")
+            rank_zero_info(wrapped(f"{path} was saved under {before} and resumes under {now}{lost * has_lost}"))
         replicas = math.prod(saved.get(axis, 1) for axis in ("dp_replicate", "dp_shard"))
         if replicas != self._world.layout.data_parallel_size:
             from lightning_hybrid.run.resumed_epochs import describe_epochs

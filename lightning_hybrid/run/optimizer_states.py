@@ -82,7 +82,7 @@ class OptimizerStates:
             return optimizer.state_dict()
         if self._world.is_disconnected:
             return {}
-        self._world.rendezvous(f"the state of {type(optimizer).__name__}")
+        self._world.rendezvous(f"trainer.save_checkpoint(...), with the state of {type(optimizer).__name__},")
         if not (of_each_copy or is_in_first_copy(self._world)):
             return {}
         keep = self._world.data_rank % self._world.layout.replicas_of_copy == 0

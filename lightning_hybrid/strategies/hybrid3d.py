@@ -30,7 +30,6 @@ from lightning_hybrid.run.execution.lifecycle import RunLifecycle
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.setting import needs_runner
 from lightning_hybrid.schedule import Action, Kind, Span
-from lightning_hybrid.strategies.options.config_errors import hint_at_options
 from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
 from lightning_hybrid.strategies.options.options import MicrobatchWeight, Options
 from lightning_hybrid.strategies.private_names import check_private_names
@@ -350,4 +349,3 @@ _PARAMETERS = inspect.signature(Hybrid3DStrategy.__init__).parameters.values()
 OPTION_DEFAULTS = {
     parameter.name: parameter.default for parameter in _PARAMETERS if parameter.default is not parameter.empty
 }
-hint_at_options()  # a config may have imported this file, to check options by their names

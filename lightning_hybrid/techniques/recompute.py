@@ -29,6 +29,7 @@ from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.world.callbacks import RunCallback
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.techniques.technique import Active, Technique
+from lightning_hybrid.text import spanned
 
 
 class Recomputing(Technique):
@@ -282,14 +283,9 @@ def describe_policies(policies: dict[str, Policy], recompute: Recompute | None, 
 
 
 def _runs(chosen: dict[str, bool]) -> str:
-    """Return the names of chosen layers, neighbours as a number with the first and the last."""
-    runs = []
-    for is_chosen, group in groupby(chosen.items(), lambda item: item[1]):
-        names = [fqn for fqn, _ in group]
-        if is_chosen:
-            first, last = shortened(names[0]), shortened(names[-1])
-            runs.append(first if len(names) == 1 else f"{len(names)} layers from {first} to {last}")
-    return ", ".join(runs)
+    """Return the names of chosen modules, neighbours as the first, the last and their number."""
+    groups = groupby(chosen.items(), lambda item: item[1])
+    return ", ".join(spanned([shortened(fqn) for fqn, _ in group]) for is_chosen, group in groups if is_chosen)
 
 
 class BudgetProfile(RunCallback):

@@ -220,7 +220,7 @@ class Zero(Technique):
         listed = what[0] if self.stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
         by_layer = self.gathers_per_layer(run)
         line = (
-            f"ZeRO-{self.stage}: {listed} sharded over {_holders(run.mesh)}, gathered and reduced"
+            f"zero_stage={self.stage}: {listed} sharded over {_holders(run.mesh)}, gathered and reduced"
             f" {'layer by layer, for each microbatch' if by_layer else 'once per step'}"
         )
         by_memory = run.setting.options.reshard_after_forward == "auto" and not has_adascale(run.setting.trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -166,7 +167,12 @@ class UnitPlan:
 
     def lines(self) -> list[str]:
         """Describes the plan, one line for each group and each reason to replicate parameters."""
-        lines = [str(group) for group in self.groups]
+        gathered: dict[str, list[str]] = {}
+        for group in self.groups:
+            if group.role == "gathered" and NOT_A_MULTIPLE in group.how:
+                gathered.setdefault(group.how, []).extend(group.columns)
+        lines = [str(group) for group in self.groups if group.how not in gathered]
+        lines += [str(Group("gathered", tuple(fqns), how=how)) for how, fqns in gathered.items()]
         if self.by == "tensor":
             lines.append("sequence sharded over the ranks between these")
         elif self.positions is not None:
@@ -182,7 +188,11 @@ class UnitPlan:
         for fqn, reason in self.replicated_reasons.items():
             reasons.setdefault(reason, []).append(fqn)
         lines += [f"replicated ({reason}): {', '.join(fqns)}" for reason, fqns in reasons.items()]
-        return [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
+        warned = [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
+        divisor = math.gcd(*(count for count, _ in self.uneven.values()))
+        if warned != lines and divisor > 1 and self.context == 1:
+            warned.append(f"to split them too, set tensor_parallel_size to a divisor of {divisor}, or to 1")
+        return warned
 
 
 def local_positions(plan: UnitPlan) -> PositionsPlan:

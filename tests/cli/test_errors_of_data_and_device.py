@@ -64,7 +64,9 @@ def no_device():
 
 def test_batch_of_another_kind(capsys):
     assert run_on("dryrun", "OtherBatch") == REFUSED
-    assert "AttributeError: 'dict' object has no attribute 'no_such_field'" in capsys.readouterr().out
+    assert "AttributeError: 'dict' object has no attribute 'no_such_field'" in capsys.readouterr().out.replace(
+        "\n    ", " "
+    )
     assert run_on("plan", "OtherBatch") == 0
     said = "the step was not recorded (AttributeError: 'dict' object has no attribute 'no_such_field')"
     assert said in capsys.readouterr().out

@@ -10,6 +10,7 @@ from harness.trainer_runs import lines_of_lightning
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.cli import main
 from lightning_hybrid.cli.explain import explain
+from lightning_hybrid.text import wrapped
 from lightning_hybrid.verify import parse_layout
 from models import command_line_classes
 from models.hand_written import WIDTH
@@ -45,8 +46,10 @@ def test_table_is_that_of_a_run(worlds, name, layout):
     layout = parse_layout(layout)
     [table] = worlds.run(layout.devices, table_of_run, name, layout.options(None), layout.devices)[0]
     torch.manual_seed(0)
-    lines = [line for line in table.splitlines() if not line.startswith("environment: ")]
-    assert explain(getattr(command_line_classes, name)(), None, layout, "32-true")["table"].splitlines() == lines
+    shown = [line for line in table.splitlines() if not line.startswith("environment: ")]
+    shown.remove(f"    {torch.__version__}")  # the environment goes on
+    explained = explain(getattr(command_line_classes, name)(), None, layout, "32-true")["table"]
+    assert wrapped(explained).splitlines() == shown
 
 
 def test_units_and_stages(capsys):
@@ -70,7 +73,7 @@ def test_memory_with_and_without_techniques(capsys):
     status, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)
     assert status == 0
     assert plan["offloaded"] == {"optimizer_states": "cpu", "gradients": "cpu", "parameters": "cpu"}
-    for words in ("ZeRO-3", "offloaded: ", "recomputed in the backward", "compiled with inductor"):
+    for words in ("zero_stage=3", "offloaded: ", "recomputed in the backward", "compiled with inductor"):
         [line] = [line for line in plan["techniques"] if line.startswith(words)]
         assert line in plan["table"]
     for stage, rank, without in zip(plan["stages"], plan["memory"], plan["memory_without_techniques"], strict=True):

@@ -21,7 +21,7 @@ def test_context_ranks_share_saved_activations(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
-        (["--zero", "3"], "ZeRO-3: .* sharded over 2 replicas"),
+        (["--zero", "3"], "zero_stage=3: .* sharded over 2 replicas"),
         (["--pipeline", "2"], "sharded instead of pipelined: .* manual optimization"),
     ],
     ids=["ZeRO-3", "shards over a pipeline"],

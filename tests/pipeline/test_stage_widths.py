@@ -372,3 +372,9 @@ def saved_layout(folder):
 def test_a_checkpoint_has_the_chosen_widths_and_is_resumed(worlds, tmp_path):
     for layout, steps in worlds.run(4, partial(saved_layout, str(tmp_path))):
         assert layout["pp"] == 4 and layout["stage_widths"] == [3, 1] and steps == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_cases_with_chosen_widths(worlds, name):
+    same(worlds, CASES[name], auto(3))

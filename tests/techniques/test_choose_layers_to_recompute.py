@@ -155,11 +155,11 @@ def test_compiled_modules_are_recomputed_in_full(worlds):
     in_full = "recomputed in the backward (in full: compiled)"
     run = Run("Layers", num_batches=1, microbatches=1, strategy={"recompute": "selective"}, callback=Lines)
     for changes, expected in [
-        ({}, [f"{layers}: 5 layers from layers.0 to head"]),
-        ({"change": compile_a_layer}, [f"{layers}: layers.0, 3 layers from layers.2 to head", f"{in_full}: layers.1"]),
+        ({}, [f"{layers}: layers.0 .. head (5)"]),
+        ({"change": compile_a_layer}, [f"{layers}: layers.0, layers.2 .. head (3)", f"{in_full}: layers.1"]),
         (
             {"strategy": {"recompute": {"layers.*": 0.3}, "compile": {"backend": "eager"}}},
-            [f"{in_full}: 4 layers from layers.0 to layers.3"],
+            [f"{in_full}: layers.0 .. layers.3 (4)"],
         ),
     ]:
         assert worlds.run(1, lines_of, replace(run, **changes)) == [expected]

@@ -82,7 +82,12 @@ def test_second_run_only_proves_cached_plans(worlds, tmp_path):
         assert sum(plan.num_trials for plan in first.values()) > sum(plan.num_trials for plan in kinds)
         for fqn, plan in first.items():
             assert plan.groups == second[fqn].groups and plan.placements == second[fqn].placements
-    texts = [line for text in ranks[0][1] for line in text.splitlines() if line.startswith("how to split layers")]
+    texts = [
+        line
+        for text in ranks[0][1]
+        for line in text.replace("\n    ", " ").splitlines()
+        if line.startswith("how to split layers")
+    ]
     assert texts[0].startswith("how to split layers: found for 3 layers, and read for 0 from ")
     assert texts[1].startswith("how to split layers: found for 0 layers, and read for 3 from ")
     file = tmp_path / "checkpoints" / ".hybrid3d" / FILE_NAME

@@ -30,7 +30,7 @@ from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_s
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.modules import shortened
-from lightning_hybrid.text import columns, sized, spanned
+from lightning_hybrid.text import columns, sized, spanned, wrapped
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
@@ -134,9 +134,14 @@ def _describe_layout(layout: ParallelLayout) -> str:
 def _stage_rows(
     assignment: Assignment, ranks: Sequence[Sequence[int]], memory: Sequence[RankMemory] | None
 ) -> list[str]:
-    """Return a row per stage: its ranks and units, what each rank holds for it, its cost, and what it sends."""
+    """Return a row per stage: its units, what each rank holds for it, its cost, and what it sends per microbatch.
+
+    The pipeline ranks are shown where they have other numbers than the stages.
+    """
     graph, costs = assignment.graph, assignment.costs()
-    rows = [["stage", "pipeline rank", "units", *(_COLUMNS if memory else ()), "cost", "sends per microbatch"]]
+    has_ranks = any(list(ranks[stage]) != [stage] for stage in range(assignment.num_stages))
+    titles = ["stage", "rank"] if has_ranks else ["stage"]
+    rows = [[*titles, "units", *(_COLUMNS if memory else ()), "cost", "sends"]]
     for stage in range(assignment.num_stages):
         sends = [
             f"{sized(sum(graph.values[v].nbytes for v in sent))} to {target}"
@@ -146,9 +151,9 @@ def _stage_rows(
         share = f"{100 * costs[stage] / sum(costs):.0f} %"
         held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
         cells = ["?" if size is None else sized(size) for size in held]
-        holders = ", ".join(str(rank) for rank in ranks[stage])
-        rows.append([str(stage), holders, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
-    return columns(rows)
+        holders = [", ".join(map(str, ranks[stage]))] if has_ranks else []
+        rows.append([str(stage), *holders, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
+    return columns(rows, wrapped=len(titles))
 
 
 def _describe_widths(plan: StagePlan | None, assignment: Assignment) -> list[str]:
@@ -216,7 +221,7 @@ def announce_run(run: Run, *, with_environment: bool) -> None:
     if with_environment:
         table = dataclasses.replace(table, layout=[*table.layout, *describe_environment(setting)])
     path = _write(table, setting.trainer) if table.is_long else None
-    rank_zero_info(str(table) if path is None else table.summary(str(path)))
+    rank_zero_info(wrapped(str(table) if path is None else table.summary(str(path))))
 
 
 @only_informs(f"the file {FILE_NAME}")

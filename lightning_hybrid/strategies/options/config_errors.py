@@ -5,22 +5,21 @@ jsonargparse checks a config by the strategy's signature, before the strategy is
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
-import sys
 from typing import Any
 
 from lightning_hybrid.strategies.options.foreign import refuse_foreign
 
 _UNKNOWN = re.compile(r"Option '(\w+)' is not accepted")
-_NAME_ALONE = re.compile(r"dot import path string: (hybrid3d\w*)")
+_NAME_ALONE = re.compile(r"dot import path string: (hybrid3d\w*|auto)")
 _OPTION = re.compile(r"NestedArg\(key='(\w+)', val='?([^')]*)'?\)")
 
 
-def hint_at_options() -> None:
-    """Let errors of jsonargparse, if it is in use, end with the nearest options."""
-    library: Any = sys.modules.get("jsonargparse")
-    if library is None or hasattr(library.ArgumentParser.error, "names_options"):
+def hint_at_options(library: Any) -> None:
+    """Let errors of jsonargparse end with the nearest options."""
+    if hasattr(library.ArgumentParser.error, "names_options"):
         return
     original = library.ArgumentParser.error
 
@@ -34,16 +33,19 @@ def hint_at_options() -> None:
 
 def hint(message: str) -> str:
     """Return the line that follows an error of a config on the strategy; "" if it is on something else."""
+    from lightning_hybrid.strategies.options.options import Options  # late: it imports torch
+
     if name := _NAME_ALONE.search(message):
         option = _OPTION.search(message)
         key, value = option.groups() if option else ("zero_stage", "3")
+        near = difflib.get_close_matches(key, Options.names(), n=1)
+        if name[1] == "auto" and not near:
+            return ""
         return (
             f"\n{name[1]!r} is a name without options; name the class: --trainer.strategy"
-            f" lightning_hybrid.Hybrid3DStrategy --trainer.strategy.{key} {value}"
+            f" lightning_hybrid.Hybrid3DStrategy --trainer.strategy.{near[0] if near else key} {value}"
         )
     if "Hybrid3DStrategy" in message and (unknown := _UNKNOWN.search(message)):
-        from lightning_hybrid.strategies.options.options import Options  # late: it imports torch
-
         try:
             refuse_foreign({unknown[1]: "..."}, Options.names())
         except (TypeError, ValueError) as error:

@@ -1,8 +1,9 @@
-"""What would end every rank is found before any is started: a wrong checkpoint path, cut or number of microbatches."""
+"""What would end every rank is found before any is started: a wrong checkpoint path, cut, or number of parts."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from lightning_hybrid.batch.split import check_number
 from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.strategies.options.options import Options
 
+_PACKAGE = __name__.partition(".strategies.")[0]
 _NAMED_CHECKPOINTS = ("best", "last", "hpc")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -27,7 +29,7 @@ def check_call(options: Options, function: Callable[..., Any], *args: Any, train
 
     Raises:
         FileNotFoundError: There is no such checkpoint; names those that are there.
-        UnfitError: ``pipeline_cuts`` names no module.
+        UnfitError: ``pipeline_cuts`` names no module, or the training step has fewer layers than there are stages.
         BatchError: The loader's batches have fewer samples than ``num_microbatches``.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
@@ -35,6 +37,8 @@ def check_call(options: Options, function: Callable[..., Any], *args: Any, train
     if isinstance(module := given.get("model"), LightningModule):
         _check_cuts(options, module)
         _check_batch(options, module, given)
+        if "train_dataloaders" in given:
+            _check_stages(options, module, given)
 
 
 def _check_checkpoint(path: Any) -> None:
@@ -70,3 +74,12 @@ def _check_batch(options: Options, module: LightningModule, given: Mapping[str, 
     is_changed = options.batch_splitter is not None or any(is_overridden(hook, module) for hook in _BATCH_HOOKS)
     if isinstance(loader, DataLoader) and loader.collate_fn is default_collate and not is_changed:
         check_number(loader.batch_size, options.microbatches)
+
+
+def _check_stages(options: Options, module: LightningModule, given: Mapping[str, Any]) -> None:
+    """Plan stages in this process where modules with parameters are fewer, which may still be units enough."""
+    num_stages = int(options.mesh_sizes["pipeline_parallel_size"]) * options.stages_of_each_rank
+    holders = [each for each in module.modules() if next(each.parameters(recurse=False), None) is not None]
+    if len(holders) < num_stages and not options.pipeline_cuts and not is_overridden("configure_model", module):
+        # It derives a strategy from that of the user, and is above this folder.
+        importlib.import_module(f"{_PACKAGE}.planning.stages").check_stages(options, module, given)

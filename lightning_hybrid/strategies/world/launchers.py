@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import pickle
@@ -21,7 +22,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_hybrid.errors import add_error_note
 from lightning_hybrid.mesh import is_lost_connection
@@ -115,14 +116,18 @@ class ForkedRanksLauncher(_MultiProcessingLauncher):
         strategy.check_before_ranks(function, *args, **kwargs)
         with tempfile.TemporaryDirectory() as folder:
             self._errors = Path(folder)
+            error: Exception
             try:
                 return super().launch(function, *args, **kwargs)
             except ProcessRaisedException as failure:
                 error = self._first_error() or failure
+            except ProcessExitedException as failure:  # killed, or out of memory
+                error = failure
         shorten(error)
         raise error
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        _print_no_native_warnings()
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
         except Exception as error:
@@ -173,6 +178,16 @@ class ForkedRanksLauncher(_MultiProcessingLauncher):
         if "progress" in results:
             trainer.fit_loop.load_state_dict(results["progress"])
             trainer.fit_loop.restarting = False
+
+
+def _print_no_native_warnings() -> None:
+    """Let torch's C++ code log errors alone, as in ranks of `ScriptLauncher`, unless the environment sets a level.
+
+    A fork has loaded torch already, which reads the level when it is loaded.
+    """
+    os.environ.setdefault(_LOG_LEVEL, "ERROR")
+    with contextlib.suppress(OSError, AttributeError):  # a build with other names prints them
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
 
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

@@ -12,7 +12,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -110,12 +110,13 @@ class Rendezvous:
         self._met[key] += 1
         # No rank is more than one call ahead of another, so that two sums of checksums are enough.
         call, checksum = f"sum-{self._met[key] % 2}-{key}", zlib.crc32(what.encode()) if compares else 0
-        with contextlib.suppress(dist.DistNetworkError):  # the store is gone with the rank that hosts it
+        with self._losing_the_store(what, len(ranks)):
             self._store.set(f"waits-{self._mesh.rank}", f"{key} {self._met[key]} {what}")
             self._store.add(call, checksum)
             self._checksums[call] += checksum
             absent = self._wait(what, ranks, key, asks=asks)
             if absent is None:
+                self._check_not_left(what, len(ranks))
                 return
             if absent:
                 self._store.add(f"arrived-{key}", -1)
@@ -127,12 +128,28 @@ class Rendezvous:
                 self._store.add(call, -checksum)
                 self._checksums[call] -= checksum
                 others = {reason: [rank for rank in absent if absent[rank] == reason] for reason in absent.values()}
-                raise NotOnAllRanks(
-                    f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own shard"
-                    f" or batches, but {'; '.join(f'ranks {found} {reason}' for reason, found in others.items())}; make"
-                    " the same calls on all ranks, without `if trainer.is_global_zero:`; only the first writes files",
-                    entry="save-ranks",
-                )
+                reasons = "; ".join(f"ranks {found} {reason}" for reason, found in others.items())
+                raise self._left_alone(what, len(ranks), reasons)
+
+    @contextlib.contextmanager
+    def _losing_the_store(self, what: str, count: int) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistNetworkError:  # the store is gone with the rank that hosts it
+            self._check_not_left(what, count)
+
+    def _check_not_left(self, what: str, count: int) -> None:
+        """Refuse a call after a run that others have left; in a run the collective that follows gives the reason."""
+        if self._trainer.state.status == TrainerStatus.FINISHED:
+            raise self._left_alone(what, count, "others have ended") from None
+
+    def _left_alone(self, what: str, count: int, reasons: str) -> NotOnAllRanks:
+        return NotOnAllRanks(
+            f"{what} on rank {self._mesh.rank} needs all {count} ranks, since each has only its own shard or batches,"
+            f" but {reasons}; make the same calls on all ranks, without `if trainer.is_global_zero:`; only the first"
+            " writes files",
+            entry="save-ranks",
+        )
 
     def _wait(self, what: str, ranks: Sequence[int], key: str, *, asks: bool) -> dict[int, str] | None:
         """Wait until all ranks have arrived; returns the ranks that do not come, with reasons; None after a failure."""

@@ -56,6 +56,10 @@ class Validated(Tiny):
         self.log("val_loss", self.loss(batch))
 
 
+def unwrapped(table):
+    return table.replace("\n    ", " ").splitlines()
+
+
 def run_table():
     ignore_warnings()
     module = Validated()
@@ -69,7 +73,8 @@ def test_table_is_printed_once_and_shows_placement(worlds):
     first, *others = worlds.run(4, run_table)
     assert others == [[], [], []]
     [table] = first
-    head, batch, parameters, environment, titles, *stages, memory = table.splitlines()
+    assert all(len(line) <= 100 for line in table.splitlines())
+    head, batch, parameters, environment, titles, *stages, memory = unwrapped(table)
     assert head == "hybrid3d: 4 ranks = pipeline 2 x data 2 x tensor 1, schedule 1f1b"
     assert batch.startswith("batch: 8 samples = 2 replicas x 2 microbatches of 2; predicted bubble ")
     assert parameters == "parameters: 85 trained, 0 frozen"
@@ -80,24 +85,23 @@ def test_table_is_printed_once_and_shows_placement(worlds):
     )
     assert [title.strip() for title in titles.split("  ") if title.strip()] == [
         "stage",
-        "pipeline rank",
         "units",
         "parameters",
         "gradients",
         "optimizer",
         "activations",
         "cost",
-        "sends per microbatch",
+        "sends",
     ]
     rows = [[cell.strip() for cell in row.split("  ") if cell.strip()] for row in stages]
-    assert [row[:2] for row in rows] == [["0", "0"], ["1", "1"]]
-    assert [row[2] for row in rows] == ["layers.0 .. layers.1 (2)", "layers.2 .. layers.4 (3)"]
-    assert [row[3] for row in rows] == ["320 B", "360 B"]  # of 64-bit numbers
-    assert [row[4:6] for row in rows] == [["320 B", "0 B"], ["360 B", "0 B"]]
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert [row[1] for row in rows] == ["layers.0 .. layers.1 (2)", "layers.2 .. layers.4 (3)"]
+    assert [row[2] for row in rows] == ["320 B", "360 B"]  # of 64-bit numbers
+    assert [row[3:5] for row in rows] == [["320 B", "0 B"], ["360 B", "0 B"]]
     # Two samples of four numbers: two results, in flight twice; what arrives, two results, and the loss's input.
-    assert [row[6] for row in rows] == ["256 B", "208 B"]
-    assert sum(int(row[7].removesuffix(" %")) for row in rows) == 100
-    assert [row[8] for row in rows] == ["64 B to 1", "-"]
+    assert [row[5] for row in rows] == ["256 B", "208 B"]
+    assert sum(int(row[6].removesuffix(" %")) for row in rows) == 100
+    assert [row[7] for row in rows] == ["64 B to 1", "-"]
 
 
 def fit_of_many_layers(folder):
@@ -114,11 +118,12 @@ def fit_of_many_layers(folder):
 def test_details_of_many_stages_are_in_a_file(worlds, tmp_path):
     [[table], others] = worlds.run(2, fit_of_many_layers, str(tmp_path))
     path = tmp_path / "csv" / "version_0" / "hybrid3d_layout.txt"
-    lines = table.splitlines()
-    assert others == [] and len(lines) == 6 and lines[-1] == f"19 lines on stages and layers: {path}"
+    lines = unwrapped(table)
+    assert others == [] and len(lines) == 6 and lines[-1].endswith(f" lines on stages and layers: {path}")
     full = path.read_text().splitlines()
-    assert [line for line in full if line in lines] == lines[:-1] and len(full) == len(lines) - 1 + 19
-    assert full[4].startswith("stage  pipeline rank") and full[22].startswith("17     1")
+    assert [line for line in full if line in lines] == lines[:-1]
+    assert len(full) == len(lines) - 1 + int(lines[-1].split()[0])
+    assert full[4].startswith("stage  rank") and any(line.startswith("17     1") for line in full)
 
 
 def fit_replicas(options):
@@ -140,7 +145,7 @@ def fit_replicas(options):
 )
 def test_table_of_replicas(worlds, options, batch):
     [[table], _] = worlds.run(2, fit_replicas, options)
-    head, batches, parameters, environment, memory = table.splitlines()
+    head, batches, parameters, environment, memory = unwrapped(table)
     assert head == "hybrid3d: 2 ranks = pipeline 1 x data 2 x tensor 1" and batches == f"batch: {batch}"
     assert parameters == "parameters: 65 trained, 20 frozen" and environment.startswith(
         "environment: 2 ranks on 1 node"

@@ -1,7 +1,9 @@
 """Errors of jsonargparse on the strategy of a config name the option that was meant."""
 
+import subprocess
 import sys
 
+import jsonargparse
 import pytest
 from lightning.pytorch.cli import LightningCLI
 
@@ -12,7 +14,7 @@ CLASS = "lightning_hybrid.Hybrid3DStrategy"
 
 
 def errors_of(capsys, *arguments):
-    hint_at_options()
+    hint_at_options(jsonargparse)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(sys, "argv", ["train.py"])  # Lightning warns of two command lines
         LightningCLI(Tiny, args=list(arguments), run=False, save_config_callback=None)
@@ -32,6 +34,18 @@ def test_misspelt_option_gets_the_nearest_names(capsys, tmp_path):
 def test_options_of_a_name_get_the_class(capsys):
     text = errors_of(capsys, "--trainer.strategy=hybrid3d", "--trainer.strategy.zero_stage=3")
     assert f"--trainer.strategy {CLASS} --trainer.strategy.zero_stage 3" in text, text
+    text = errors_of(capsys, "--trainer.strategy.zero_stag=3")
+    assert f"'auto' is a name without options; name the class: --trainer.strategy {CLASS}" in text, text
+    assert text.rstrip().endswith("--trainer.strategy.zero_stage 3"), text
+
+
+def test_order_of_imports_does_not_matter():
+    lines = "from lightning_hybrid import Hybrid3DStrategy", "from jsonargparse import ArgumentParser"
+    for order in (lines, lines[::-1]):
+        source = "\n".join(("import sys", *order, "ArgumentParser().error(sys.argv[1])"))
+        message = "Problem with Hybrid3DStrategy: Option 'zero_stag' is not accepted"
+        result = subprocess.run([sys.executable, "-c", source, message], capture_output=True, text=True, check=False)
+        assert "did you mean zero_stage" in result.stderr, result.stderr
 
 
 def test_other_errors_have_no_hint():

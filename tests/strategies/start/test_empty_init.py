@@ -116,7 +116,7 @@ def test_every_layout_matches_one_process_without_empty_init(worlds, size, pp):
         assert_same(weights, expected)
 
 
-WIDTH = 256  # a layer is 512 KiB in float64
+WIDTH = 512  # a layer is 2 MiB in float64, which states of generators and messages of 64 KiB do not hide
 LAYER = 8 * WIDTH * WIDTH
 
 
@@ -156,7 +156,7 @@ def measured(size, pp, empty):
 def test_ranks_allocate_at_most_their_stages_and_one_layer(worlds):
     for peak, stored in [*worlds.run(2, measured, 2, 2, True), *worlds.run(2, late, 2, 2)]:
         assert 0 < stored <= 2.2 * LAYER
-        assert stored <= peak <= stored + 1.3 * LAYER, f"{peak} bytes at most, of which {stored} stay"
+        assert stored <= peak <= stored + 1.2 * LAYER, f"{peak} bytes at most, of which {stored} stay"
     for peak, _ in worlds.run(2, measured, 2, 2, False):
         assert peak >= 3 * LAYER, "the measurement misses the full module"
 

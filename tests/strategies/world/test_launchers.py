@@ -167,6 +167,11 @@ def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
     [
         (3, {}, "2 ranks but the world has 3; set pipeline_parallel_size=1 or 3, or devices=2 or 4"),
         (2, {"pipeline_cuts": ["layer.3"]}, "'layer.3', but Tiny has no module of that name; nearest: .'layers.3'"),
+        (
+            2,
+            {"stages_per_rank": 8},
+            "stages_per_rank=8 makes 16 stages, but the step has only . layers with parameters",
+        ),
         (2, {"num_microbatches": 9}, "num_microbatches=9 but the batch has only 4 samples"),
     ],
 )
@@ -269,7 +274,24 @@ def test_forked_ranks_as_in_a_notebook(tmp_path):
     code, output, _ = run([sys.executable, str(path)])
     assert code == 0, output
     assert "Starting with 2 processes" in output, output
-    assert "stage  pipeline rank" in output, output
+    assert "stage  units" in output, output
+
+
+def test_forks_that_lose_the_first_rank_print_no_native_frames(tmp_path):
+    path = Path(write_script(tmp_path, fault=RAISES.replace("mesh.rank == 1", "mesh.rank == 0")))
+    path.write_text(path.read_text().replace("num_microbatches=2)", "num_microbatches=2, start_method='fork')"))
+    path.write_text(path.read_text().replace("num_nodes=1, ", ""))
+    code, output, _ = run([sys.executable, str(path)])
+    assert code != 0 and output.count("ZeroDivisionError: on purpose") == 1, output
+    assert "raised on rank 0:" in output and "frame #" not in output and "recvVector" not in output, output
+
+
+def test_save_on_one_rank_after_the_fit_says_what_to_do(tmp_path):
+    path = Path(write_script(tmp_path))
+    path.write_text(path.read_text() + f"if trainer.global_rank == 1: trainer.save_checkpoint({str(tmp_path)!r})\n")
+    _, output, _ = run([sys.executable, str(path)])
+    assert "NotOnAllRanks: trainer.save_checkpoint" in output and "on rank 1 needs all 2 ranks" in output, output
+    assert "make the same calls on all ranks" in output and "Connection closed" not in output, output
 
 
 FORKED = """
@@ -279,7 +301,6 @@ FORKED = """
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.errors import HybridError
     from models.tiny import Tiny, loader
 
     class Model(Tiny):
