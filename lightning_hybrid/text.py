@@ -11,11 +11,11 @@ _UNITS = ("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9)
 
 def sized(count: float) -> str:
     """Return a number of bytes with three digits, in powers of 1000, as data sheets of devices give it."""
-    for unit in ("B", "KB", "MB", "GB"):
+    for unit in ("B", "KB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} TB"
+    return f"{count:,.0f} PB" if count >= 999.5 else f"{count:.3g} PB"
 
 
 def unit_of(seconds: float) -> tuple[str, float]:

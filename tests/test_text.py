@@ -12,7 +12,7 @@ from lightning_hybrid.text import columns, counted, sized, spanned, timed, wrapp
         (sized(999.4), "999 B"),
         (sized(999_500), "1 MB"),
         (sized(72.06e6), "72.1 MB"),
-        (sized(3.2e15), "3.2e+03 TB"),
+        (sized(3.2e15), "3.2 PB"),
         (timed(0.0), "0 ms"),
         (timed(0.0123), "12.3 ms"),
         (timed(2.5e-5), "25 µs"),

@@ -26,6 +26,7 @@ from scipy.stats import spearmanr
 
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layer_time import CONSTANTS
+from lightning_hybrid.predict.plans import PredictedTime
 from lightning_hybrid.predict.time import predict_time
 
 Item = TypeVar("Item")
@@ -68,9 +69,13 @@ class Fit:
         return dataclasses.replace(own, efficiency=shares, attention={kernel: attention}, overlap=overlap)
 
     def seconds(self, run: PublishedRun) -> float:
+        """Predict the seconds of one step."""
+        return self.compared(run).seconds
+
+    def compared(self, run: PublishedRun) -> Comparison:
         """Predict one step."""
         constants = dataclasses.replace(CONSTANTS, **{name: self.values[name] for name in CONSTANT_NAMES})
-        return predict_time(run.costs, run.layout, run.number_format, self.hardware(run), constants).seconds
+        return Comparison(run, predict_time(run.costs, run.layout, run.number_format, self.hardware(run), constants))
 
 
 def device_of(run: PublishedRun) -> str:
@@ -156,15 +161,26 @@ def fit(runs: Sequence[PublishedRun], steps: int = 4) -> Fit:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published run and its predicted seconds."""
+    """A published run and its predicted time."""
 
     run: PublishedRun
-    seconds: float
+    time: PredictedTime
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of one step."""
+        return self.time.seconds
+
+    @property
+    def measured(self) -> float:
+        """Measured seconds of one step."""
+        assert self.run.seconds is not None
+        return self.run.seconds
 
     @property
     def error(self) -> float:
         """Predicted over measured, less 1."""
-        return self.seconds / self.run.seconds - 1
+        return self.seconds / self.measured - 1
 
     @property
     def kind(self) -> str:
@@ -183,7 +199,7 @@ def mean_error(comparisons: Iterable[Comparison]) -> float:
 
 def rank_correlation(comparisons: Sequence[Comparison]) -> float:
     """Spearman's, of device-seconds per operation."""
-    pairs = [(each.cost(each.run.seconds), each.cost(each.seconds)) for each in comparisons]
+    pairs = [(each.cost(each.measured), each.cost(each.seconds)) for each in comparisons]
     return float(spearmanr(pairs)[0])
 
 
@@ -209,10 +225,7 @@ class Evaluation:
     @cached_property
     def fitted(self) -> list[Comparison]:
         """All runs by the presets and constants of the package, into which the fit of all was written."""
-        return [
-            Comparison(run, predict_time(run.costs, run.layout, run.number_format, run.hardware).seconds)
-            for run in self.runs
-        ]
+        return by_presets(self.runs)
 
     @cached_property
     def unseen(self) -> list[Comparison]:
@@ -225,13 +238,18 @@ class Evaluation:
         found = []
         for name in dict.fromkeys(places):
             rest = self.linear.fit(np.array([each != name for each in places]))
-            found += [Comparison(run, rest.seconds(run)) for run in self.runs if place(run) == name]
+            found += [rest.compared(run) for run in self.runs if place(run) == name]
         return found
 
     @cached_property
     def linear(self) -> Linear:
         """The linear model around the fit of all."""
         return Linear(self.runs, self.whole)
+
+
+def by_presets(runs: Iterable[PublishedRun]) -> list[Comparison]:
+    """Predict runs by the presets and constants of the package."""
+    return [Comparison(run, predict_time(run.costs, run.layout, run.number_format, run.hardware)) for run in runs]
 
 
 def by_source(comparison: Comparison) -> str:

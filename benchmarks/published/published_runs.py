@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.costs.transformer import TransformerShape, transformer_costs
@@ -259,12 +260,12 @@ def _shape(row: Mapping[str, str], derived: list[str]) -> TransformerShape | Non
 
 # Sizes of the mixtures, from their configurations on the Hub.
 _QWEN3 = {"head_size": 128, "key_value_heads": 4, "experts": 128, "experts_per_token": 8}
-_MIXTURES: dict[str, dict[str, int]] = {
+_MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3_30B_a3B": {"layers": 48, "hidden": 2048, "ffn": 768, "heads": 32, "vocabulary": 151936, **_QWEN3},
     "Qwen3_235B_a22B": {"layers": 94, "hidden": 4096, "ffn": 1536, "heads": 64, "vocabulary": 151936, **_QWEN3},
     "GPT OSS 120B": {
         **{"layers": 36, "hidden": 2880, "ffn": 2880, "heads": 64, "vocabulary": 201088, "head_size": 64},
-        **{"key_value_heads": 8, "experts": 128, "experts_per_token": 4, "window": 128, "windowed_layers": 18},
+        **{"key_value_heads": 8, "experts": 128, "experts_per_token": 4, "window": 128, "windowed_share": 0.5},
     },
     "DeepSeekV3": {
         **{"layers": 61, "hidden": 7168, "ffn": 2048, "heads": 128, "vocabulary": 129280, "head_size": 192},

@@ -131,7 +131,7 @@ def _load(name: str) -> Hardware:
 def hardware_to_table(hardware: Hardware) -> dict[str, Any]:
     """Return the keys of a TOML file as plain values; curves are lists of pairs of bytes and bytes per second."""
     table = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
-    left_out = {"assumed", *(name for name in ("host_memory", "peak_flops") if table[name] in (math.inf, {}))}
+    left_out = {"assumed", "limit", *(name for name in ("host_memory", "peak_flops") if table[name] in (math.inf, {}))}
     return {name: _plain(value) for name, value in table.items() if name not in left_out}
 
 

@@ -159,4 +159,11 @@ def largest_difference(own: PredictedTime, other: PredictedTime) -> str:
 
 def larger_than_device(plan: Plan) -> str:
     """Return the memory that a plan needs and has, with its largest terms."""
-    return f"{spelled(plan.layout)}: {plan.memory.need} (most: {plan.largest_terms})"
+    need = within_error(plan) if plan.may_fit else plan.memory.need
+    return f"{spelled(plan.layout)}: {need} (most: {plan.largest_terms})"
+
+
+def within_error(plan: Plan) -> str:
+    """Return the memory that a plan needs and has, which differ by less than the error bar."""
+    sizes = f"{sized(plan.memory.least)} of {sized(plan.memory.capacity)}"
+    return f"may not fit, {sizes} is within the error of memory of {plan.memory_error:.0%}"

@@ -30,7 +30,8 @@ _TABLES = {
     "attention": "shares by kernel, such as { flash2 = 0.6 }",
 }
 _LINKS = ("within_node", "between_nodes")
-# What a file may leave out. The efficiency is that of the H100 and its data sheet: 64 % of 989 TFLOP/s.
+# What a file may leave out. The efficiency is that of the H100 and its data sheet, 64 % of 989 TFLOP/s, and the overlap
+# that of all devices since the A100.
 _DEFAULTS: Mapping[str, Any] = {
     "reserved": 1.5e9,
     "kernel_seconds": 4e-6,
@@ -38,7 +39,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "devices_per_node": 8,
     "latency_within": 1e-5,
     "latency_between": 2.5e-5,
-    "overlap": 0.5,
+    "overlap": 0.8,
     "host_bandwidth": 25e9,
     "host_update_rate": 1e9,
 }
@@ -97,6 +98,7 @@ class Hardware:
         attention: Share of the rate of products in 16 bits that the forward of fused attention reaches, by its kernel
             ("flash2", "cudnn"); the first is the one that PyTorch takes.
         assumed: Names of what the file does not give, for which there is a default.
+        limit: Bytes of a device that a user permits.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Hardware:
     attention: Mapping[str, float] = field(default_factory=lambda: dict(_ATTENTION))
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    limit: float = math.inf
 
     def product_rate(self, number_format: str) -> float:
         """Return the FLOP/s of large products of a training step; of those in 32 bits, if the format is unknown."""
@@ -163,7 +166,7 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
     Raises:
         ValueError: A key is missing or unknown, or a value is impossible.
     """
-    wanted = set(Hardware.__dataclass_fields__) - {"assumed"}
+    wanted = set(Hardware.__dataclass_fields__) - {"assumed", "limit"}
     optional = {*_FLAGS, "host_memory", "attention", "peak_flops", "sources"}
     given = with_defaults(table)
     given.setdefault("name", path.stem)

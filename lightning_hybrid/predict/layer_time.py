@@ -136,10 +136,10 @@ def product_seconds(
         return flops / (rate * alignment(head, constants))
     reached = 1.0
     half = constants.half_size * (peak / 271e12) ** 0.5 * (2.0e12 / hardware.memory_bandwidth) ** 0.5
-    here = rows / max(1.0, product.groups / layout.routed_ranks)  # rows of one expert
-    for size in (here, columns):
+    groups = max(1.0, product.groups / layout.routed_ranks)  # a rank with a single expert computes plain products
+    for size in (rows / groups, columns):
         reached *= size / (size + half)
-    reached *= inner / (inner + constants.half_inner) * (constants.grouped if product.groups > 1 else 1.0)
+    reached *= inner / (inner + constants.half_inner) * (constants.grouped if groups > 1 else 1.0)
     if not product.has_weight and min(map(power_of_two, (inner, columns))) < 8:
         peak = min(peak, 2.0 * hardware.product_rate("float32"))
     seconds = flops / (peak * reached)

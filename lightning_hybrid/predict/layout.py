@@ -372,9 +372,10 @@ def simplicity(layout: PlanLayout) -> tuple[float, ...]:
     return (
         kinds_of_parallelism(layout),
         bool(layout.offload),
-        layout.zero_stage,
+        max(1, layout.zero_stage),  # states alone in shards cost less than what is computed again or in chunks
         layout.chunked_loss,
         RECOMPUTED.index(layout.recompute),
+        layout.zero_stage,
         layout.replicate > 1 and layout.zero_stage > 0,
         bool(layout.widths),
         layout.stages_per_rank,

@@ -101,7 +101,9 @@ class MemoryModel:
             ranks.append(terms)
             reclaimable.append(constants.reclaimed * fragments + min(backward - later, terms["optimizer step"]))
         host = max(on_host) * min(layout.ranks, self.hardware.devices_per_node)
-        return PredictedMemory(tuple(ranks), self.hardware.memory, tuple(reclaimable), host, self.hardware.host_memory)
+        device = self.hardware
+        limit = device.memory if device.is_host else device.limit  # a host that is short of memory ends processes
+        return PredictedMemory(tuple(ranks), device.memory, tuple(reclaimable), host, device.host_memory, limit)
 
     def drop_what_comes_later(self, terms: dict[str, float]) -> float:
         """With one microbatch, gradients grow while activations shrink: remove the smaller from ``terms``.

@@ -40,6 +40,7 @@ class PredictedMemory:
     reclaimable: tuple[float, ...] = ()
     host: float = 0.0  # bytes of a node's host that the devices of the node have there together, at most
     host_capacity: float = float("inf")  # bytes of a node's host
+    limit: float = float("inf")  # bytes of a device that may be used, which no error bar exceeds
 
     @property
     def peak(self) -> float:
@@ -86,7 +87,7 @@ TIME_ERROR, MEMORY_ERROR = 0.08, 0.08
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with its predictions; a layout that does not fit has no time.
+    """A layout with its predictions; a layout that cannot fit has no time.
 
     Attributes:
         layout: The layout.
@@ -120,7 +121,9 @@ class Plan:
     @property
     def may_fit(self) -> bool:
         """Whether it fits if the memory is overestimated by the error bar."""
-        return self.memory.least <= self.memory.capacity * (1 + self.memory_error)
+        memory = self.memory
+        most = min(memory.capacity * (1 + self.memory_error), memory.limit)
+        return memory.least <= most and memory.host <= memory.host_capacity
 
     @property
     def seconds_per_sample(self) -> float:
@@ -179,8 +182,9 @@ def preferred(plans: Collection[Plan], score: Callable[[Plan], tuple[float, ...]
 
     Replicas alone win within the error bar of the fastest. Otherwise fewer kinds of parallelism win within the error of
     what was compared, since layouts of one model share the rest of the bar, and within the tie the simplest layout. A
-    plan that fits with its error bar comes first.
+    plan that may not fit is chosen where none fits with its error bar alone.
     """
+    plans = [plan for plan in plans if plan.fits_with_error] or plans
     fastest = min(plans, key=score)
     *first, least = score(fastest)
     reached = [(plan, found[-1] / least - 1) for plan in plans if (found := score(plan))[:-1] == tuple(first)]
@@ -189,6 +193,5 @@ def preferred(plans: Collection[Plan], score: Callable[[Plan], tuple[float, ...]
         for plan, slower in reached
         if slower <= (fastest.time_error if plan.layout.has_replicas_alone else min(fastest.time_error, TIME_ERROR))
     ]
-    within = [plan for plan in within if plan.fits_with_error] or within
     fewest = min(kinds_of_parallelism(plan.layout) for plan in within)
     return simplest_of_tied([plan for plan in within if kinds_of_parallelism(plan.layout) == fewest], score)

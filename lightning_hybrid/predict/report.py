@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_hybrid.predict.costs.layers import ModelCosts
-from lightning_hybrid.predict.families import larger_than_device, largest_difference, slower_than
+from lightning_hybrid.predict.families import larger_than_device, largest_difference, slower_than, within_error
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import FLOAT8, NumberFormat, spelled, strategy_options
 from lightning_hybrid.predict.plans import TIE, Plan, SearchResult
@@ -130,6 +130,7 @@ class PlannedRun:
             "options": strategy_options(plan.layout),
             "fields": layout,
             "fits": plan.fits,
+            "may_fit": plan.may_fit,
             "memory": plan.memory.least,
             "memory_error": plan.memory_error * plan.memory.least,
             "memory_of_ranks": [dict(rank) for rank in plan.memory.ranks],
@@ -184,6 +185,8 @@ def note_lines(run: PlannedRun) -> list[str]:
     notes = list(run.costs.notes)
     if not run.result.best.is_calibrated:
         notes.append(f"uncalibrated: no run like this was compared, so that the error bar is {_bar(run.result.best)}")
+    if not run.result.best.fits_with_error:
+        notes.append(f"the chosen plan {within_error(run.result.best)}; no plan was found that fits with it")
     if run.hardware.assumed:
         notes.append(f"{run.hardware.name} leaves out {', '.join(run.hardware.assumed)}: defaults, measured nowhere")
     return [line for note in notes for line in wrap(f"note: {note}")]
@@ -260,7 +263,7 @@ def explained_layout(run: PlannedRun, plan: Plan) -> str:
 
 def _verdict(plan: Plan, best: Plan) -> str:
     if not plan.fits:
-        return f"{'may' if plan.may_fit else 'does'} not fit: {larger_than_device(plan)}"
+        return larger_than_device(plan) if plan.may_fit else f"does not fit: {larger_than_device(plan)}"
     if plan.layout == best.layout:
         return "it is the chosen plan"
     faster = 1 - plan.seconds_per_sample / best.seconds_per_sample

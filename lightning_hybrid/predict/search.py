@@ -48,8 +48,9 @@ def search_layouts(
 ) -> SearchResult:
     """Search for the best layout.
 
-    Of the layouts within the error bar of the fastest, one with the fewest kinds of parallelism wins that fits with its
-    error bar, if there is one; of those, step times within 3 % are a tie, in which the simplest wins.
+    Of the layouts within the error bar of the fastest that fits with its error bar, one with the fewest kinds of
+    parallelism wins; of those, step times within 3 % are a tie, in which the simplest wins. If none fits so, one that
+    may not fit is chosen, which `Plan` tells; but ``max_memory`` and the memory of a host are exact.
 
     Args:
         costs: Of the model.
@@ -89,7 +90,7 @@ def search_layouts(
     for search in itertools.chain(searches, searches[-1].last_resort()):
         if found := search.run():
             return found
-    raise searches[-1].nothing_fits()
+    return searches[-1].within_error()
 
 
 def cluster_of(hardware: Hardware, devices: int, num_nodes: int = 1, max_memory: float | None = None) -> Hardware:
@@ -97,18 +98,18 @@ def cluster_of(hardware: Hardware, devices: int, num_nodes: int = 1, max_memory:
     if num_nodes > 1:
         hardware = dataclasses.replace(hardware, devices_per_node=min(devices, hardware.devices_per_node))
     if max_memory is not None:
-        hardware = dataclasses.replace(hardware, memory=min(hardware.memory, max_memory))
+        hardware = dataclasses.replace(hardware, memory=min(hardware.memory, max_memory), limit=max_memory)
     return hardware
 
 
 def predict_plan(costs: ModelCosts, layout: PlanLayout, number_format: NumberFormat, hardware: Hardware) -> Plan:
-    """Predict the memory of a layout and, if it fits, its step time, with the correction of the costs."""
+    """Predict the memory of a layout and, if it may fit, its step time, with the correction of the costs."""
     correction = costs.correction
     plan = Plan(layout, predict_memory(costs, layout, number_format, hardware))
     if correction is not None:
         memory, error = correction.bytes(plan.memory, layout), correction.memory_error(layout)
         plan = dataclasses.replace(plan, memory=memory, memory_error=error)
-    if not plan.fits:
+    if not plan.may_fit:
         return plan
     time = predict_time(costs, layout, number_format, hardware)
     plan = dataclasses.replace(plan, time_error=time_error(costs, layout, number_format, hardware))
@@ -159,10 +160,12 @@ class _Search:
     def run(self) -> SearchResult | None:
         """Search; None if nothing fits."""
         starts = [start for mesh in self._meshes if (start := self._first_that_fits(mesh)) is not None]
+        starts = starts or list(self._nearest_that_fits())
         starts.sort(key=self._score)
         alone = [start for start in starts[_STARTS:] if start.layout.has_replicas_alone]
         for start in [*starts[:_STARTS], *alone]:
-            self._improve(start)
+            if not self._improve(start).fits_with_error:
+                self._improve_what_fits_for_sure(start)
         best = self._best()
         while best is not None:
             rejected = tuple(rejected_families(best, self.candidates, self.plan, self.plans.values()))
@@ -198,6 +201,26 @@ class _Search:
         plans = map(self.plan, candidates.levels(frugal))
         return next((plan for plan in plans if plan.fits), self.plan(frugal))
 
+    def _nearest_that_fits(self) -> Iterator[Plan]:
+        """Change one option at a time of the plan that lacks the least memory; yield what fits, if that helps."""
+        nearest = min(self.plans.values(), key=_lacking, default=None)
+        while nearest is not None and not nearest.fits:
+            better = min(map(self.plan, self._neighbours(nearest.layout)), key=_lacking, default=nearest)
+            if _lacking(better) >= _lacking(nearest):
+                return
+            nearest = better
+        if nearest is not None:
+            yield nearest
+
+    def _improve_what_fits_for_sure(self, start: Plan) -> None:
+        """Improve the simplest plan of a mesh that fits with its error bar, by others that do."""
+        plans = map(self.plan, self.candidates.levels(start.layout))
+        plan = next((each for each in plans if each.fits_with_error), None)
+        while plan is not None:
+            tried = map(self.plan, self._neighbours(plan.layout))
+            better = min((each for each in tried if each.fits_with_error), key=self._score, default=plan)
+            plan = better if self._score(better) < self._score(plan) else None
+
     def _neighbours(self, layout: PlanLayout) -> Iterable[PlanLayout]:
         yield from self.candidates.neighbours(layout)
         if self.objective == "largest_batch" and "microbatch" not in self.candidates.fixed:
@@ -211,8 +234,9 @@ class _Search:
     def _improve(self, plan: Plan) -> Plan:
         """Change one option at a time for the better, until none is."""
         while True:
-            better = min(map(self.plan, self._neighbours(plan.layout)), key=self._score, default=plan)
-            if not better.fits or self._score(better) >= self._score(plan):
+            tried = map(self.plan, self._neighbours(plan.layout))
+            better = min((each for each in tried if each.fits), key=self._score, default=plan)
+            if self._score(better) >= self._score(plan):
                 return plan
             plan = better
 
@@ -231,10 +255,11 @@ class _Search:
         """Return the chosen plan, then the best of each other mesh, or the simplest that is tied with it."""
         meshes: dict[tuple[int, ...], list[Plan]] = {}
         for plan in self.plans.values():
-            if plan.fits and plan.layout.mesh != best.layout.mesh:
+            if plan.may_fit and plan.layout.mesh != best.layout.mesh:
                 meshes.setdefault(plan.layout.mesh, []).append(plan)
         chosen = self._score(best)[-1]
-        others = [simplest_of_tied(plans, self._score, chosen) for plans in meshes.values()]
+        fitting = ([plan for plan in plans if plan.fits] or plans for plans in meshes.values())
+        others = [simplest_of_tied(plans, self._score, chosen) for plans in fitting]
         return [best, *sorted(others, key=self._score)]
 
     def last_resort(self) -> Iterator[_Search]:
@@ -244,6 +269,19 @@ class _Search:
         if not self.plans and is_open and data and candidates.ranks % data == 0:
             fixed = {**candidates.fixed, "tensor": candidates.ranks // data}
             yield _Search(dataclasses.replace(candidates, fixed=fixed), self.number_format, self.objective)
+
+    def within_error(self) -> SearchResult:
+        """Return the plan that lacks the least memory, if that is within the error bar of memory.
+
+        Raises:
+            PlanError: None does.
+        """
+        plans = [plan for plan in self.plans.values() if plan.may_fit]
+        if not plans:
+            raise self.nothing_fits()
+        best = min(plans, key=lambda plan: (_lacking(plan), self._score(plan)))
+        rejected = tuple(rejected_families(best, self.candidates, self.plan, self.plans.values()))
+        return SearchResult(tuple(self._ranked(best)), rejected, len(self.plans))
 
     def nothing_fits(self) -> PlanError:
         """Return the error that names the nearest layout, and what is missing."""
@@ -266,7 +304,7 @@ class _Search:
                 f" them{_fixed_words(candidates.fixed)}; set the batch or the devices so that one divides the other",
                 entry="plan-nothing-fits",
             )
-        nearest = min(self.plans.values(), key=lambda plan: plan.memory.missing)
+        nearest = min(self.plans.values(), key=_lacking)
         memory = nearest.memory
         needs = f"{sized(memory.least)} ({nearest.largest_terms})"
         if memory.least <= memory.capacity:
@@ -288,10 +326,15 @@ class _Search:
         while factor <= _LARGEST_CLUSTER:
             ranks = self.candidates.ranks * factor
             more = dataclasses.replace(self.candidates, ranks=ranks)
-            if any(_Search(more, self.number_format, self.objective).plan(mesh).fits for mesh in more.meshes()):
+            search = _Search(more, self.number_format, self.objective)
+            if any(search.plan(mesh).fits for mesh in more.meshes()):
                 return f"use {ranks} devices, on which it fits, or devices with more memory"
             factor *= 2
         return "use a smaller microbatch, shorter samples, or devices with more memory"
+
+
+def _lacking(plan: Plan) -> float:
+    return plan.memory.missing
 
 
 def _fixed_words(fixed: Mapping[str, Any]) -> str:

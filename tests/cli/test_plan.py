@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_hybrid.cli import main
+from lightning_hybrid.cli.hardware import hardware_to_toml
+from lightning_hybrid.predict.hardware import load_hardware
 from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
 from lightning_hybrid.text import sized
@@ -202,6 +204,27 @@ def test_what_is_no_file_of_measured_costs(capsys, config, tmp_path, content):
 def test_nothing_fits(capsys, config):
     status, text = planned(capsys, *config, "--batch", "64", "--max-memory", "1GB")
     assert status == 3 and re.search(r"refused: no layout of a decoder fits 4 devices of 1 GB: the nearest", text)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_may_not_fit_is_said_of_the_chosen_and_of_the_explained(capsys, config, tmp_path):
+    fixed = [
+        "--batch",
+        "64",
+        "--fix",
+        "pp=1,tp=1,cp=1,zero=0,recompute=none,m=4,offload={},chunked_loss=false",
+        "--json",
+    ]
+    needed = json.loads(planned(capsys, *config, *fixed)[1])["plans"][0]["memory"]
+    path = tmp_path / "short.toml"
+    path.write_text(re.sub(r"\nmemory = .*", f"\nmemory = {needed / 1.04}", hardware_to_toml(load_hardware("a100-80"))))
+    short = [*config, "--hardware", str(path)]
+    status, text = planned(capsys, *short, *fixed[:-1])
+    assert status == 0 and "chosen, but may not fit" in text and "note: the chosen plan may not fit" in text
+    content = json.loads(planned(capsys, *short, *fixed)[1])["plans"][0]
+    assert (content["fits"], content["may_fit"]) == (False, True)
+    status, text = planned(capsys, *short, "--batch", "64", "--why", fixed[3])
+    assert status == 0 and "is within the error of memory of 8%" in text.replace("\n", " ")
 
 
 def test_explained_layouts_fill_the_devices(capsys, config):

@@ -9,7 +9,7 @@ from lightning_hybrid.cli import main
 LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "hidden_act": "silu",
-    "rope_theta": 10000.0, "max_position_embeddings": 4096,
+    "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 CLUSTER = ["--hardware", "h100", "--devices", "8", "--batch", "64"]
@@ -87,6 +87,8 @@ def test_models_of_other_layers(plan, config, words):
         ({"max_position_embeddings": 1024}, "note: samples of 2,048 tokens are longer than max_position_embeddings"),
         ({"text_config": LLAMA, "vision_config": {"hidden_size": 8}}, "note: vision_config: not counted"),
         ({"num_local_experts": 4}, "note: the configuration names no num_experts_per_tok: one expert"),
+        ({"tie_word_embeddings": None}, "note: the configuration does not set tie_word_embeddings"),
+        ({"moe_layer_freq": 2}, "not counted: moe_layer_freq"),
     ],
 )
 def test_what_gets_a_note(plan, config, note):

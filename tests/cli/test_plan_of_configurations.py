@@ -129,3 +129,14 @@ def test_a_minimal_file_with_what_there_is_not(plan, tmp_path, line, words):
 def test_presets_of_new_devices(plan, name):
     status, text = plan(hardware=name)
     assert status == 0 and f"on 8 {name} (one node)" in text
+    assert "note: uncalibrated: no run like this was compared" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("b300", "b200"), ("gb200", "b200"), ("gb300", "b200"), ("rtx4090", "a100-80")]
+)
+def test_what_no_run_showed_is_taken_from_the_device_that_the_preset_names(name, other):
+    own, known = load_hardware(name), load_hardware(other)
+    shared = own.efficiency.keys() & known.efficiency.keys()
+    assert {key: own.efficiency[key] for key in shared} == {key: known.efficiency[key] for key in shared}
+    assert len(shared) >= 3 and (own.attention, own.overlap) == (known.attention, known.overlap)

@@ -335,6 +335,14 @@ def test_rows_of_many_experts_make_small_products():
     assert spread < 0.7 * seconds[-1]
 
 
+@pytest.mark.parametrize(("ranks", "groups"), [(8, 1), (4, 2), (1, 8)])
+def test_one_expert_of_a_rank_is_a_plain_product(ranks, groups):
+    product, layout = Product(4096, 2048, 768, groups=8), PlanLayout(shard=8, expert=ranks)
+    plain = dataclasses.replace(product, groups=1, rows=4096 // groups)  # as many rows as one expert gets
+    seconds, of_one = (product_seconds(each, layout, BF16, H100, CONSTANTS) for each in (product, plain))
+    assert seconds == pytest.approx(groups * of_one / (CONSTANTS.grouped if groups > 1 else 1.0))
+
+
 def test_ranks_of_a_node_share_its_adapters_in_an_all_to_all():
     flat = BandwidthCurve((1.0, 1e15), (100e9, 100e9))
     hardware = dataclasses.replace(A100, between_nodes=flat, latency_between=0.0)

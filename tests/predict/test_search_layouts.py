@@ -129,6 +129,76 @@ def test_tie_prefers_what_fits_with_its_error(monkeypatch):
     assert search_layouts(SMALL, MASTER, A100, 8, batch=64, fixed={"data": 8}).best.layout.zero_stage == 1
 
 
+def test_what_fits_for_sure_wins_over_what_may_not(monkeypatch):
+    def seconds(layout):
+        return 2.0 if layout.zero_stage == 3 else 1.0
+
+    def memory(layout):
+        return {0: 1.05, 1: 0.99, 2: 1.2, 3: 0.5}[layout.zero_stage] * A100.memory
+
+    predicted(monkeypatch, seconds, memory)
+    fixed = {"data": 8, "offload": frozenset()}
+    result = search_layouts(SMALL, MASTER, A100, 8, batch=64, fixed=fixed)
+    assert result.best.layout.zero_stage == 3
+    reasons = {rejection.family: rejection.reason for rejection in result.rejected}
+    assert re.search("may not fit, 89.4 GB of 85.1 GB is within the error of memory of 8%", reasons["zero 0"])
+    assert "may not fit" not in reasons["zero 2"] and "of 85.1 GB" in reasons["zero 2"]
+
+
+def test_a_mesh_is_improved_within_what_fits_for_sure_too():
+    """Of replicas alone, ZeRO-2 is fastest with one sample at a time, and may not fit; ZeRO-3 is with two."""
+    shape = TransformerShape(32, 4096, 14336, 32, 50304, 2048, is_gated=True, has_tied_embedding=False)
+    costs = transformer_costs(shape, "a decoder")
+    best = search_layouts(costs, FORMATS["bf16-mixed"], A100, 8, batch=256).best
+    assert best.layout.has_replicas_alone and best.fits_with_error
+    assert (best.layout.zero_stage, best.layout.microbatch, best.layout.recompute) == (3, 2, "none")
+
+
+SHORT = {"pipeline": 1, "tensor": 1, "context": 1, "zero_stage": 0, "recompute": "none", "microbatch": 8}
+SHORT |= {"offload": frozenset()}
+
+
+def test_what_lacks_less_than_the_error_of_memory_is_chosen_last():
+    needed = search_layouts(SMALL, MASTER, A100, 8, batch=64, fixed=SHORT).best.memory.least
+    short = dataclasses.replace(A100, memory=needed / 1.05)
+    best = search_layouts(SMALL, MASTER, short, 8, batch=64, fixed=SHORT).best
+    assert not best.fits and best.may_fit and best.time is not None
+    free = {name: value for name, value in SHORT.items() if name != "microbatch"}
+    assert search_layouts(SMALL, MASTER, short, 8, batch=64, fixed=free).best.fits_with_error
+    for hardware, most in (
+        (dataclasses.replace(A100, memory=needed / 1.15), None),
+        (A100, needed / 1.05),  # a limit that a user sets is exact
+        (dataclasses.replace(short, is_host=True), None),
+    ):
+        with pytest.raises(PlanError, match="no layout of"):
+            search_layouts(SMALL, MASTER, hardware, 8, batch=64, fixed=SHORT, max_memory=most)
+
+
+def test_an_option_that_no_mesh_starts_with_may_make_it_fit():
+    fixed = {**SHORT, "recompute": "full"}
+    needed = search_layouts(SMALL, MASTER, A100, 8, batch=64, fixed={**fixed, "chunked_loss": True}).best.memory.least
+    short, allowed = dataclasses.replace(A100, memory=1.1 * needed), Allowed(chunked_loss=True)
+    best = search_layouts(SMALL, MASTER, short, 8, batch=64, fixed=fixed, allowed=allowed).best
+    assert best.fits_with_error and best.layout.chunked_loss
+    with pytest.raises(PlanError):
+        search_layouts(SMALL, MASTER, short, 8, batch=64, fixed=fixed)
+
+
+def test_a_model_that_fits_no_cluster_is_refused_soon():
+    long = transformer_costs(TransformerShape(96, 12288, 49152, 96, 51200, 1_000_000_000), "long")
+    begin = time.process_time()
+    with pytest.raises(PlanError, match="no layout of long fits 64 devices"):
+        search_layouts(long, MASTER, A100, 8, 8, batch=8192)
+    assert time.process_time() - begin < 8
+
+
+def test_shards_of_states_come_before_what_is_computed_again_or_in_chunks():
+    plain = PlanLayout(shard=8, zero_stage=1, batch=64)
+    for other in ({"chunked_loss": True}, {"recompute": "selective"}):
+        assert simplicity(plain) < simplicity(PlanLayout(replicate=8, batch=64, **other))
+    assert simplicity(PlanLayout(replicate=8, batch=64)) < simplicity(plain)
+
+
 def test_fixed_sizes_are_kept():
     fixed = {"tensor": 4, "pipeline": 2, "zero_stage": 1, "recompute": "full", "num_microbatches": 8}
     result = search_layouts(MEDIUM, MASTER, A100, 8, 2, batch=64, fixed=fixed)

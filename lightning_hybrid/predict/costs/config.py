@@ -19,7 +19,7 @@ _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "ffn_hidden_size"),
     "vocabulary": ("vocab_size",),
     "key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_size": ("head_dim",),
@@ -30,6 +30,7 @@ _NAMES = {
     "shared_width": ("shared_expert_intermediate_size",),
     "dense_layers": ("first_k_dense_replace",),
     "window": ("sliding_window",),
+    "full_layers": ("max_window_layers",),
     "query_rank": ("q_lora_rank",),
     "key_value_rank": ("kv_lora_rank",),
     "rotary_size": ("qk_rope_head_dim",),
@@ -37,21 +38,25 @@ _NAMES = {
     "value_size": ("v_head_dim",),
     "positions": ("max_position_embeddings", "n_positions"),
 }
-_MAY_BE_ZERO = ("experts", "shared_experts", "shared_width", "dense_layers", "window", "rotary_size", "unrotated_size")
+_MAY_BE_ZERO = (
+    "experts", "shared_experts", "shared_width", "dense_layers", "window", "full_layers", "rotary_size",
+    "unrotated_size",
+)  # fmt: skip
 _NEEDED = ("layers", "hidden", "heads", "vocabulary")
 _MOST_LAYERS, _LARGEST = 10_000, 2**31 - 1
 _GATED = ("silu", "swish", "swiglu", "geglu")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "alibi", "use_alibi")
 _DROPOUTS = ("hidden_dropout_prob", "resid_pdrop", "dropout")
+_PATTERN_KEYS = "sliding_window_pattern", "_sliding_window_pattern"
 _OF_TEXT = ("text_config", "llm_config", "language_config")
 # Keys of sizes, such as num_memory_tokens or window_size: those that nothing here reads get a note.
 _SIZE = re.compile(
-    r"^(num|n)_|_(size|dim|rank|layers|heads|width|window|groups?|interval|period|step|experts|replace)$"
+    r"^(num|n)_|_(size|dim|rank|layers|heads|width|window|groups?|interval|period|step|freq|experts|replace)$"
 )
 _NO_COSTS = (
-    "type_vocab_size", "rotary_dim", "n_ctx", "n_group", "topk_group", "no_rope_layer_interval", "max_window_layers",
-    "num_labels", "num_return_sequences",
+    "type_vocab_size", "rotary_dim", "n_ctx", "n_group", "topk_group", "no_rope_layer_interval",
+    "num_labels", "num_return_sequences", "qk_head_dim",
 )  # fmt: skip
 # Beginnings and ends of keys of layers with a recurrent state.
 _RECURRENT = ("ssm_", "time_step_", "lru_width", "attention_hidden_size", "linear_num_"), ("state_size", "d_state")
@@ -102,10 +107,10 @@ def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerS
         heads=heads,
         vocabulary=read.needed("vocabulary"),
         positions=positions,
-        key_value_heads=read.size("key_value_heads") or None,
+        key_value_heads=read.key_value_heads or None,
         head_size=(read.size("unrotated_size") + read.size("rotary_size") if latent else read.size("head_size"))
         or None,
-        is_gated=read.activation.startswith(_GATED) or bool(read.content.get("hidden_activation")),
+        is_gated=read.is_gated,
         is_causal=not any("Masked" in name for name in read.architectures),
         has_learned_positions=not any(read.content.get(name) for name in _ROTARY),
         has_dropout=any(read.number(name) for name in _DROPOUTS),
@@ -113,10 +118,10 @@ def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerS
         experts=experts,
         experts_per_token=read.size("experts_per_token") or 1 if experts else 1,
         shared_ffn=read.shared_width if experts else 0,
-        dense_layers=min(read.size("dense_layers"), read.needed("layers") - 1) if experts else 0,
+        dense_layers=min(read.dense_layers, read.needed("layers") - 1) if experts else 0,
         dense_ffn=read.size("ffn") or 4 * hidden,
         window=read.size("window"),
-        windowed_layers=read.windowed_layers,
+        windowed_share=read.windowed_layers / read.needed("layers"),
         query_rank=read.size("query_rank") if latent else 0,
         key_value_rank=latent,
         rotary_size=read.size("rotary_size") if latent else 0,
@@ -190,13 +195,48 @@ class ModelConfig:
         )
 
     @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values; 0 if they are not given."""
+        is_single = self.flag("multi_query", default=False) and not self.flag("new_decoder_architecture", default=False)
+        return 1 if is_single else self.size("key_value_heads")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation.startswith(_GATED) or "hidden_activation" in self.content
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers without experts beside layers with them."""
+        listed = self.content.get("mlp_only_layers") or ()
+        if not isinstance(listed, list | tuple):
+            raise ValueError(f"mlp_only_layers={_short(listed)}; use a list of numbers of layers")
+        return self.size("dense_layers") or len(listed)
+
+    @property
     def windowed_layers(self) -> int:
-        """Layers whose attention has a window, by their kind; all where kinds are not given."""
-        kinds = self.content.get("layer_types")
+        """Layers whose attention has a window, by their kind; all where no kind is given."""
+        layers, kinds = self.needed("layers"), self.content.get("layer_types")
         if not self.size("window") or not self.flag("use_sliding_window", default=True):
             return 0
-        named = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds or ())
-        return min(named, self.needed("layers")) if kinds else self.needed("layers")
+        if kinds:
+            return min(layers, sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds))
+        if pattern := self.window_pattern:
+            return layers - layers // pattern
+        first = self.size("full_layers") if self.content.get("use_sliding_window") else 0
+        return max(0, layers - first)
+
+    @property
+    def window_pattern(self) -> int:
+        """One of so many layers in a row has no window, such as 4 for "LLLG"; 0 if that is not given."""
+        key = next((key for key in _PATTERN_KEYS if self.content.get(key) is not None), "")
+        # Of caches of two kinds of layers, the first were those of every other layer, without a pattern.
+        value = self.content[key] if key else 2 * (self.content.get("cache_implementation") == "hybrid")
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{key}={_short(value)}; use a whole number of 0 or more")
+        return value
 
     def key(self, field: str) -> str:
         """Return the key under which a size is given, or the most common one."""
@@ -278,7 +318,7 @@ class ModelConfig:
         """
         for field in _NAMES:
             (self.needed if field in _NEEDED else self.size)(field)
-        heads, key_value_heads = self.needed("heads"), self.size("key_value_heads")
+        heads, key_value_heads = self.needed("heads"), self.key_value_heads
         if not self.size("head_size") and not self.size("key_value_rank") and self.needed("hidden") % heads:
             sizes = f"{self.key('heads')}={heads} does not divide {self.key('hidden')}={self.needed('hidden')}"
             raise ValueError(f"{sizes}; correct one of them, or set head_dim")
@@ -306,6 +346,8 @@ class ModelConfig:
             yield f"{', '.join(self.left_out)}: not counted, only the language model is"
         if not self.activation:
             yield "the configuration names no hidden_act: MLPs of two matrices are counted, without a gate"
+        if self.content.get("tie_word_embeddings") is None:
+            yield "the configuration does not set tie_word_embeddings: embedding and head are counted as one parameter"
         if self.experts and not self.size("experts_per_token"):
             yield "the configuration names no num_experts_per_tok: one expert per token is counted"
         if longest and positions > longest:

@@ -42,7 +42,7 @@ class TransformerShape:
     # whether the host reads how many rows each expert gets before it starts their kernels, as without a capacity
     waits_for_rows: bool = True
     window: int = 0  # positions that layers with a window attend to; 0 if there are none
-    windowed_layers: int = 0  # the number of these
+    windowed_share: float = 0.0  # the share of these
     query_rank: int = 0  # width to which queries are projected first (multi-head latent attention); 0 if they are not
     key_value_rank: int = 0  # the same of keys and values together
     rotary_size: int = 0  # the part of a head's keys that has positions and does not go through this width
@@ -83,7 +83,7 @@ class TransformerShape:
             return full
         inside = self.window / self.positions
         inside = inside - inside**2 / 2 if self.is_causal else min(1.0, 2 * inside)
-        return full + (inside - full) * self.windowed_layers / self.layers
+        return full + (inside - full) * self.windowed_share
 
 
 def transformer_costs(shape: TransformerShape, name: str = "transformer") -> ModelCosts:
@@ -142,13 +142,11 @@ def _attention_products(shape: TransformerShape) -> list[Product]:
     tokens, width, computed = shape.positions, shape.hidden, shape.computed_scores
     if shape.key_value_rank:
         rotary = shape.rotary_size
-        latent = shape.query_rank + shape.key_value_rank + rotary
         inputs = [
-            Product(tokens, width, latent + (0 if shape.query_rank else shape.queries)),
+            Product(tokens, width, shape.query_rank + shape.key_value_rank + rotary),
             Product(tokens, shape.key_value_rank, shape.keys - rotary * shape.heads, sharded="columns"),
+            Product(tokens, shape.query_rank or width, shape.queries, sharded="columns"),
         ]
-        if shape.query_rank:
-            inputs.append(Product(tokens, shape.query_rank, shape.queries, sharded="columns"))
     else:
         inputs = [Product(tokens, width, shape.queries + shape.keys, sharded="columns")]
     return [
