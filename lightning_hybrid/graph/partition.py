@@ -294,6 +294,7 @@ def _too_few(graph: StepGraph, starts: Sequence[int], num_ranks: int, stages_per
     else:  # what divides it divides the number of devices
         fitting = ", ".join(str(size) for size in range(count, 1, -1) if num_ranks % size == 0)
         remedy = f"set pipeline_parallel_size={fitting} or 1" if fitting else "set pipeline_parallel_size=1"
+        remedy += f", or {count} with devices={count}, {2 * count}, ..." if num_ranks % count else ""
     if stages_per_rank > 1:
         sizes += f" * stages_per_rank={stages_per_rank}"
     return (

@@ -25,6 +25,7 @@ from lightning_hybrid.run.description.lines import (
     describe_environment,
     describe_memory,
     describe_parameters,
+    knows_batches,
 )
 from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.run.run import Run
@@ -82,7 +83,8 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         memory: list[RankMemory] | None = None
         with only_informs("the estimated memory"):
             memory = _expected_memory(run, optimizers, count, rank_of)
-        head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch)]
+        head += [describe_batch(run, batch, first)] if knows_batches(run) else []
+        head += describe_batch_norm(setting, batch)
         head += [*describe_embeddings(setting), describe_parameters(setting, None if first is None else first.graph)]
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         if memory is not None:

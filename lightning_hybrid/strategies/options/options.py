@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from lightning_hybrid.batch.split import BatchSplitter
 from lightning_hybrid.errors import BatchError, LayoutError
-from lightning_hybrid.layout import is_count
+from lightning_hybrid.layout import SIZE_OPTIONS, ParallelLayout, is_count
 from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
+from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import Objective
@@ -313,6 +314,24 @@ class Options:
                     f" replicas that shard them; set zero_stage={stages}, or leave {what!r} out"
                 )
         _ = self.offloaded
+
+    def check_replicas(self, layout: ParallelLayout) -> None:
+        """Refuse to shard over one replica; of a run that trains.
+
+        Raises:
+            LayoutError: Shards are of one replica.
+        """
+        if not self.zero_stage or layout.data_shard_size > 1:
+            return
+        ranks, others = layout.world_size, [layout.option(axis) for axis in SIZE_OPTIONS if layout.by_axis[axis] > 1]
+        of = f" with {', '.join(others)}" if others else ""
+        why = f"{counted(ranks, 'device')}{of} make{'s' * (ranks == 1)} 1 replica; use {2 * ranks} devices"
+        if layout.data_parallel_size > 1:
+            why = f"shard_size=1 makes shards of 1 replica of {layout.data_parallel_size}; leave shard_size out"
+        raise LayoutError(
+            f"zero_stage={self.zero_stage} shards the state of a model over replicas, and {why}, or set zero_stage=0",
+            entry="zero-replicas",
+        )
 
     def _check_reshard(self) -> None:
         given: Any = self.reshard_after_forward

@@ -247,7 +247,9 @@ class RankedStrategy(ParallelStrategy):
             if self.options.start_method == "popen" or self.root_device.type == "cpu":
                 self._check_precision(kwargs.get("trainer"))
             if not self.options.asks_for_plan:
-                self._resolve_layout()
+                layout = self._resolve_layout()
+                if "trainer" in kwargs and kwargs["trainer"].state.fn == "fit":
+                    self.options.check_replicas(layout)
             check_call(self.options, function, *args, **kwargs)
         except Exception as error:
             shorten(error)

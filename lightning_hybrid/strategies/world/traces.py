@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,16 +19,22 @@ import lightning
 import torch
 
 _OWN = str(Path(__file__).resolve().parents[2])
-_LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames
+_LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames, and after how many seconds
 # "<string>" has the methods that dataclasses write.
 _LIBRARIES = ("<string>", contextlib.__file__, _OWN, *lightning.__path__, *torch.__path__)
 
 
-def shorten(error: BaseException, line: str = "") -> None:
-    """Let Python print an error that nothing catches by frames of the user's code; by one ``line``, where given."""
+def shorten(error: BaseException, line: str = "", *, seconds: float = 0) -> None:
+    """Let Python print an error that nothing catches by frames of the user's code.
+
+    Args:
+        error: The error, which is not changed.
+        line: What is printed instead, where given.
+        seconds: Time before the line, for another rank to print what the line refers to.
+    """
     if sys.flags.dev_mode:
         return
-    error.__dict__[_LINE] = line
+    error.__dict__[_LINE] = line, seconds
     if not isinstance(sys.excepthook, Shortening):
         sys.excepthook = Shortening(sys.excepthook)
 
@@ -40,8 +47,9 @@ class Shortening:
 
     def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         """Print an error that nothing has caught."""
-        line = vars(error).get(_LINE)
+        line, seconds = vars(error).get(_LINE, (None, 0))
         if line:
+            time.sleep(seconds)
             # In one call: ranks share the terminal, and print would write the newline in a second one.
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()

@@ -60,6 +60,7 @@ def test_one_rank_prints_frames_of_the_user(tmp_path, ranks):
         assert "had to stop: rank 1 (pipeline rank 1 of 2) in " in other
     else:
         assert other in [f"rank {1 - rank} stopped: rank {rank} failed (see there)\n" for rank in ranks]
+        assert output.index("Traceback") < output.index(other)
 
 
 def test_a_line_of_a_rank_is_written_with_its_end(monkeypatch):
