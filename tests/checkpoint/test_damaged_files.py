@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_file_is_refused_with_a_whole_one(saved, damage, devices):
+def test_damaged_file_is_refused_and_others_named(saved, damage, devices):
     change, kind, words = DAMAGES[damage]
     content = change(saved.read_bytes())
     path = saved.parent / f"{damage}.ckpt"
@@ -54,7 +54,7 @@ def test_damaged_file_is_refused_with_a_whole_one(saved, damage, devices):
 
 
 @pytest.mark.parametrize("is_archive", [True, False])
-def test_whole_files_pass(tmp_path, is_archive):
+def test_complete_files_pass(tmp_path, is_archive):
     torch.save({"state_dict": {}}, tmp_path / "own.ckpt", _use_new_zipfile_serialization=is_archive)
     check_archive(tmp_path / "own.ckpt")
 
