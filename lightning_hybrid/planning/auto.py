@@ -77,6 +77,8 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> tuple[di
         options.pop("num_microbatches", None)
         size = layout.microbatch
         rank_zero_info(f"hybrid3d: the largest batch of a replica that is computed at a time has {size} samples")
+    if strategy.options.stage_widths == "auto":
+        options["stage_widths"] = list(layout.widths) or None
     options = {**sizes, **options}
     _log(trainer, run, options)
     return options, run.result.best
@@ -143,7 +145,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
             limit = hardware.memory * (budget.share or 0.0) if budget.nbytes is None else float(budget.nbytes)
             limit += hardware.reserved if option == "recompute" else 0.0  # it counts tensors alone
             hardware = cluster_of(hardware, devices, num_nodes, limit)
-    fixed = fixed_fields({**user, **options.sizes})
+    fixed = fixed_fields({**user, **options.sizes, "stage_widths": options.stage_widths})
     ranks, samples = devices * num_nodes, recorded.samples
     plain = PlanLayout(replicate=ranks, microbatch=samples, batch=samples * ranks)
     is_free = all(getattr(plain, field, value) == value for field, value in fixed.items())

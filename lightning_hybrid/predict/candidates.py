@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.predict.costs.cut import best_widths
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import Allowed, PlanLayout, offloaded_beside
@@ -212,9 +213,11 @@ class Candidates:
             yield {"microbatch": size}
         if layout.pipeline > 1:
             for schedule in allowed.schedules:
-                yield {"schedule": schedule, "stages_per_rank": 1}
+                yield {"schedule": schedule, "stages_per_rank": 1, "widths": ()}
             for stages in range(2, allowed.largest_stages_per_rank + 1):
-                yield {"schedule": "1f1b", "stages_per_rank": stages}
+                yield {"schedule": "1f1b", "stages_per_rank": stages, "widths": ()}
+            if widths := self.widths(layout.pipeline):
+                yield {"schedule": "1f1b", "stages_per_rank": 1, "widths": widths}
         for stage in allowed.zero_stages if layout.data > 1 else ():
             yield self._with_stage(layout, stage)
         if layout.zero_stage:
@@ -233,6 +236,17 @@ class Candidates:
             yield {"chunked_loss": not layout.chunked_loss}
         if allowed.offload:
             yield self._other_offload(layout)
+
+    @cached_property
+    def _known_widths(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def widths(self, pipeline: int) -> tuple[int, ...]:
+        """Return the widths of stages that are best for a number of pipeline ranks; empty where each has one."""
+        known = self._known_widths
+        if pipeline not in known:
+            known[pipeline] = best_widths(self.costs, pipeline)
+        return known[pipeline]
 
     def _with_stage(self, layout: PlanLayout, stage: int) -> dict[str, Any]:
         """The fields of another stage of ZeRO."""

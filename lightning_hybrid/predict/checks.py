@@ -31,9 +31,20 @@ def check_options(options: Mapping[str, Any]) -> None:
     for kind, least in (("parameters", 3), ("gradients", 1)):
         if isinstance(offload, Mapping) and kind in offload and isinstance(zero, int) and zero < least:
             raise ValueError(f"zero={zero}: {kind} are on the host where replicas shard them; use {least} or more")
+    _check_widths(options)
     schedule, stages = options.get("schedule"), options.get("stages_per_rank")
     if schedule in SCHEDULE_NAMES and isinstance(stages, int):
         make_schedule(schedule, 1, 1, stages)  # refuses a number of stages that the schedule never has
+
+
+def _check_widths(options: Mapping[str, Any]) -> None:
+    widths, stages = options.get("stage_widths"), options.get("stages_per_rank")
+    if not isinstance(widths, list):
+        return
+    if isinstance(stages, int) and stages > 1:
+        raise ValueError(f"stage_widths={spelled_value(widths)}: ranks have one stage each; leave stages={stages} out")
+    if (schedule := options.get("schedule", "1f1b")) in SCHEDULE_NAMES:
+        make_schedule(schedule, sum(widths), 1, widths=widths)  # refuses one that ranks of a stage cannot run
 
 
 def _wanted(name: str, value: Any) -> str:
@@ -43,6 +54,9 @@ def _wanted(name: str, value: Any) -> str:
     if name in _FLAGS:
         is_number = name == "chunked_loss" and is_count(value) and value > 1
         return "" if isinstance(value, bool) or is_number else "true or false"
+    if name == "stage_widths":
+        is_list = isinstance(value, list) and bool(value) and all(map(is_count, value))
+        return "" if is_list else "the ranks of each stage, such as 3+1"
     if name == "schedule":
         return "" if value in SCHEDULE_NAMES else f"one of {', '.join(SCHEDULE_NAMES)}"
     if name == "zero_stage":
@@ -77,7 +91,10 @@ def misfits(costs: ModelCosts, fields: Mapping[str, Any], ranks: int) -> Iterato
         yield f"ep={expert}: the model has no experts"
     if costs.positions % context:
         yield f"cp={context} does not divide the {costs.positions:,} positions of a sample"
-    stages = pipeline * stages_of_each_rank(fields.get("schedule", "1f1b"), fields.get("stages_per_rank", 1))
+    widths = fields.get("widths", ())
+    stages = len(widths) or pipeline * stages_of_each_rank(
+        fields.get("schedule", "1f1b"), fields.get("stages_per_rank", 1)
+    )
     if stages > max(1, costs.num_layers):
         yield f"{stages} stages are more than the model's {costs.num_layers} units"
     if ranks % fields.get("shard", 1):

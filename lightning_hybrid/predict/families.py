@@ -92,6 +92,7 @@ def _families(node: int) -> list[Family]:
         Family("expert ranks", lambda plan: plan.routed_ranks > 1, _no_routed),
         *(Family(name, partial(_with, *kind), field=kind[0]) for name, kind in kinds.items()),
         Family("offload to the host", lambda plan: bool(plan.elsewhere)),
+        Family("stages of different width", lambda plan: bool(plan.widths)),
         Family("several stages per rank", lambda plan: plan.stages_per_rank > 1),
         Family("zero bubble", partial(_with, "schedule", "zero_bubble")),
     ]

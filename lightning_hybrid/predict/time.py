@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from lightning_hybrid.predict.bubble import StageSeconds, bubble_seconds
+from lightning_hybrid.predict.bubble import StageSeconds, bubble_seconds, seconds_of_widths
 from lightning_hybrid.predict.costs.cut import stages_by_rank
 from lightning_hybrid.predict.costs.layers import (
     LayerCosts,
@@ -74,18 +74,25 @@ class StepModel:
         stages_of_ranks = stages_by_rank(self.costs, layout)
         ranks = [list(itertools.chain(*stages.values())) for stages in stages_of_ranks]
         of_ranks = [self.microbatch_terms(layers) for layers in ranks]
+        widths = [width for width in layout.widths for _ in range(width)] or [1] * layout.pipeline
         busy = [sum(terms.values()) for terms in of_ranks]
-        slowest = max(range(layout.pipeline), key=busy.__getitem__)
-        count = layout.num_microbatches
+        slowest = max(range(layout.pipeline), key=lambda rank: busy[rank] / widths[rank])
+        count = -(-layout.num_microbatches // widths[slowest])
         terms = {name: count * seconds for name, seconds in of_ranks[slowest].items()}
         message, all_messages = self.messages()
         stages = [{number: self.stage_seconds(stage) for number, stage in held.items()} for held in stages_of_ranks]
-        terms["bubble"] = bubble_seconds(layout.schedule, count, stages)
+        if layout.widths:
+            of_stages = list(dict(pair for held in stages for pair in held.items()).values())
+            step = seconds_of_widths(layout.schedule, layout.num_microbatches, of_stages, layout.widths)
+            terms["bubble"] = max(0.0, step - count * busy[slowest])
+        else:
+            terms["bubble"] = bubble_seconds(layout.schedule, count, stages)
         late = max(0.0, message - busy[slowest] / (2 * each))
         terms["pipeline messages"] = 2 * (all_messages + count * each * late)
         computed = count * busy[slowest]
         last = max(ranks, key=lambda layers: parameters_of_rank(layers, self.layout).total)
         terms.update(self.replica_terms(last, computed))
+        terms["replicas"] += max(map(self.copies_seconds, ranks, widths))
         terms.update(self.optimizer_terms(last))
         samples = layout.batch
         flops = (2.0 + self.backward_share) * self.costs.flops * samples / layout.ranks
@@ -153,10 +160,11 @@ class StepModel:
             return 0.0, 0.0
         size = max(layer.outputs for layer in self.costs.layers) * layout.microbatch * self.format.activation
         size /= layout.tensor * layout.context
-        between = self.group(layout.pipeline, self.stage_stride).nodes - 1
+        hops = (len(layout.widths) or layout.pipeline) - 1
+        between = min(hops, self.group(layout.pipeline, self.stage_stride).nodes - 1)
         senders = min(self.stage_stride, self.hardware.devices_per_node)
         inside, outside = (message_seconds(size, crosses, senders, self.hardware) for crosses in (False, True))
-        return outside if between else inside, between * outside + (layout.pipeline - 1 - between) * inside
+        return outside if between else inside, between * outside + (hops - between) * inside
 
     def stage_seconds(self, layers: LayersOfRank) -> StageSeconds:
         """Seconds of one microbatch on a stage of these layers, by the parts that a schedule orders."""
@@ -165,6 +173,15 @@ class StepModel:
             sum(count * self.parts_of_layers[id(layer)][part] for layer, count in layers) for part in (0, 1)
         )
         return StageSeconds(forward, max(0.0, total - forward - weights), weights)
+
+    def copies_seconds(self, layers: LayersOfRank, width: int) -> float:
+        """Seconds in which the ranks of a stage sum its gradients, at the end of a step."""
+        if width == 1:
+            return 0.0
+        own = parameters_of_rank(layers, self.layout)
+        parameters = own.over_shards(self.layout) if self.layout.shards("gradients") else own
+        size = parameters.total * self.format.reduced * self.backward_share
+        return all_reduce_seconds(size, self.group(width, self.stage_stride), self.hardware, self.shares)
 
     def beside(self, collectives: float, computed: float) -> float:
         """Seconds that collectives add to computation beside them: what is longer, and a share of what is hidden."""

@@ -10,6 +10,7 @@ _OF_LAYOUTS = {
     "tp=": "tensor ranks, each with a part of every layer",
     "cp=": "context ranks, each with a part of every sequence",
     "ep=": "expert ranks, each with some of the experts",
+    "stage_widths=": "pipeline ranks of each stage, which hold copies of it and take its microbatches in turn",
     "stages=": "groups of layers on each pipeline rank",
     ",m=": "microbatches: the batch of a replica is computed in so many parts, one after the other",
     "schedule=": "order of the microbatches on pipeline ranks",
