@@ -26,7 +26,7 @@ from lightning_hybrid.planning.costs import (
 )
 from lightning_hybrid.predict.costs.module import PROOF, ROUTING_PROOF, costs_from_parameters
 from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
-from lightning_hybrid.predict.layout import PlanLayout, fixed_fields, number_format_of, strategy_options
+from lightning_hybrid.predict.layout import Allowed, PlanLayout, fixed_fields, number_format_of, strategy_options
 from lightning_hybrid.predict.measured import corrected
 from lightning_hybrid.predict.plans import Plan, SearchResult
 from lightning_hybrid.predict.report import PlannedRun, ranked_lines
@@ -163,6 +163,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
         is_replica_batch=True,
         objective=options.objective or "throughput",
         fixed=fixed,
+        allowed=Allowed(spatial=False),
     )
     return PlannedRun(result, costs, number_format, hardware, devices, num_nodes, number_format.name)
 

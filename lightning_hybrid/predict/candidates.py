@@ -111,7 +111,7 @@ class Candidates:
     def shares_maps(self, ranks: int) -> bool:
         """Whether ranks would share the rows of most feature maps, where none is read by attention."""
         costs = self.costs
-        if not self.allowed.context or costs.heads or costs.is_sequence:
+        if not self.allowed.spatial or costs.heads or costs.is_sequence:
             return False
         return 1 - costs.map_share(ranks) >= _SHARE_DIVIDED * (1 - 1 / ranks)
 
@@ -143,7 +143,7 @@ class Candidates:
             shard=shard,
             tensor=tensor,
             context=context,
-            spatial=context > 1 and self.costs.most_rows > 0,
+            spatial=context > 1 and "context" not in self.fixed and self.costs.most_rows > 0,
             batch=self.batch * (data if self.is_replica_batch else 1),
             expert=expert,
             zero_stage=stage,

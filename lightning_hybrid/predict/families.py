@@ -67,11 +67,14 @@ def _no_context(candidates: Candidates) -> str:
 
 def _no_spatial(candidates: Candidates) -> str:
     """Nothing of a model without feature maps."""
-    if "spatial" in candidates.fixed or "context" in candidates.fixed:
-        return f"spatial_parallel_size={candidates.fixed.get('context', 1)} is set"
-    rows, share = candidates.costs.most_rows, 1 - candidates.costs.map_share(2)
-    few = f"two ranks would share {2 * share:.0%} of the activations, as rows of feature maps"
-    return few if rows and candidates.allowed.context and not candidates.shares_maps(2) else ""
+    costs, fixed = candidates.costs, candidates.fixed
+    if not costs.most_rows or not candidates.allowed.spatial:
+        return ""
+    if "spatial" in fixed or "context" in fixed:
+        return "spatial_parallel_size=1 is set" if "spatial" in fixed else _ruled_out(candidates, "context")
+    if candidates.shares_maps(2):
+        return f"no number of ranks divides {candidates.ranks} devices"
+    return f"two ranks would share {2 * (1 - costs.map_share(2)):.0%} of the activations, as rows of feature maps"
 
 
 def _no_routed(candidates: Candidates) -> str:

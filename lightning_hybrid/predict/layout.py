@@ -220,8 +220,9 @@ class Allowed:
 
     pipeline: bool = True  # whether the layers may be shared among pipeline ranks
     tensor: bool = True  # whether layers may be sharded over tensor ranks
-    context: bool = True  # whether sequences, or the rows of images, may be sharded over context ranks
+    context: bool = True  # whether sequences may be sharded over context ranks
     positions_per_context_rank: int = 1024  # least positions of a context rank
+    spatial: bool = True  # whether ranks may share the rows of images
     expert: bool = True  # whether ranks may share experts
     schedules: tuple[str, ...] = ("1f1b", "zero_bubble")  # of pipelines with one stage per rank
     largest_stages_per_rank: int = 4  # most stages of a pipeline rank
@@ -307,9 +308,9 @@ def spelled_fields(fixed: Mapping[str, Any]) -> str:
     """Return what `fixed_fields` returns in the same spelling, such as "dp=3, zero=1"."""
     names = {field: _SHORT.get(name, name) for name, field in _FIELDS.items()}
     words = []
-    if fixed.get("spatial"):
-        fixed = {**fixed, "spatial": fixed["context"]}
-        del fixed["context"]
+    if "spatial" in fixed:
+        ranks = fixed["context"] if fixed["spatial"] else 1
+        fixed = {name: value for name, value in fixed.items() if name != "context"} | {"spatial": ranks}
     for field, value in fixed.items():
         name = names.get(field, _SHORT.get(field, field))
         value = dict.fromkeys(sorted(value), "cpu") if isinstance(value, frozenset) else value

@@ -119,9 +119,13 @@ class Segmentation(UNet):
     def train_dataloader(self):
         return images(128, 96, count=4, batch=2)["train_dataloaders"]
 
+    val_dataloader = train_dataloader
+
 
 class Volumes(VolumeUNet):
     """A U-Net of volumes of 24 x 40 x 24 voxels."""
 
     def train_dataloader(self):
         return images(24, 40, 24, count=4, batch=2, channels=2)["train_dataloaders"]
+
+    val_dataloader = train_dataloader

@@ -127,5 +127,5 @@ def test_time_has_the_messages_of_borders_and_sums():
 
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "context_parallel_size", "expert_parallel_size"])
 def test_sizes_that_gather_images_are_refused_beside_it(option):
-    with pytest.raises(ValueError, match="spatial=2: layers under .*=2 would gather the images"):
+    with pytest.raises(ValueError, match=r"spatial=2: layers under .*=2 would gather the images"):
         check_options({"spatial_parallel_size": 2, option: 2})
