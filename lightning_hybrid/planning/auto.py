@@ -145,7 +145,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
             limit = hardware.memory * (budget.share or 0.0) if budget.nbytes is None else float(budget.nbytes)
             limit += hardware.reserved if option == "recompute" else 0.0  # it counts tensors alone
             hardware = cluster_of(hardware, devices, num_nodes, limit)
-    fixed = fixed_fields({**user, **options.sizes, "stage_widths": options.stage_widths})
+    fixed = fixed_fields({**user, **options.sizes})
     ranks, samples = devices * num_nodes, recorded.samples
     plain = PlanLayout(replicate=ranks, microbatch=samples, batch=samples * ranks)
     is_free = all(getattr(plain, field, value) == value for field, value in fixed.items())
@@ -163,7 +163,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
         is_replica_batch=True,
         objective=options.objective or "throughput",
         fixed=fixed,
-        allowed=Allowed(spatial=False),
+        allowed=Allowed(widths=options.stage_widths == "auto", spatial=False),
     )
     return PlannedRun(result, costs, number_format, hardware, devices, num_nodes, number_format.name)
 

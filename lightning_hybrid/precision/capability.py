@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from lightning_hybrid.errors import PrecisionError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 # The first compute capability of CUDA with arithmetic of a format, and what to use below it.
 _BFLOAT16, FLOAT8 = (8, 0), (8, 9)
@@ -15,6 +20,17 @@ _NEEDED = {
     "bf16-true": _BFLOAT16,
     "float8": FLOAT8,
 }
+
+
+def check_one_precision(precision: str, trainer: pl.Trainer) -> None:
+    """Check that the Trainer's argument is the precision of the strategy's plugin, for which Lightning ignores it."""
+    asked = trainer._accelerator_connector._precision_flag
+    if precision and asked not in ("32-true", precision):
+        raise PrecisionError(
+            f"Trainer(precision={asked!r}), but the strategy has precision_plugin with {precision!r}; leave one of them"
+            " out",
+            entry="precision-twice",
+        )
 
 
 def check_device_precision(precision: str, device: torch.device) -> None:

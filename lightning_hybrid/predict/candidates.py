@@ -230,7 +230,7 @@ class Candidates:
                 yield {"schedule": schedule, "stages_per_rank": 1, "widths": ()}
             for stages in range(2, allowed.largest_stages_per_rank + 1):
                 yield {"schedule": "1f1b", "stages_per_rank": stages, "widths": ()}
-            if widths := self.widths(layout.pipeline):
+            if allowed.widths and (widths := self.widths(layout.pipeline)):
                 yield {"schedule": "1f1b", "stages_per_rank": 1, "widths": widths}
         for stage in allowed.zero_stages if layout.data > 1 else ():
             yield self._with_stage(layout, stage)

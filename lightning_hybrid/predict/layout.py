@@ -226,6 +226,7 @@ class Allowed:
     expert: bool = True  # whether ranks may share experts
     schedules: tuple[str, ...] = ("1f1b", "zero_bubble")  # of pipelines with one stage per rank
     largest_stages_per_rank: int = 4  # most stages of a pipeline rank
+    widths: bool = True  # whether stages may have several ranks
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO
     recompute: tuple[str, ...] = RECOMPUTED  # kinds of recomputation, the most frugal last
     offload: bool = True  # whether the host may hold something
@@ -323,7 +324,7 @@ def spelled_value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple) and all(isinstance(entry, int) for entry in value):
-        return "+".join(map(str, value))
+        return "+".join(map(str, value)) or "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

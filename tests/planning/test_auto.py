@@ -409,7 +409,8 @@ def test_layout_is_not_known_before_a_plan_that_is_requested():
     assert strategy.layout.data_parallel_size == 2
 
 
-def test_sizes_of_a_configuration_file():
+def test_sizes_of_a_configuration_file(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # Lightning warns of two command lines
     config = {
         "class_path": "lightning_hybrid.Hybrid3DStrategy",
         "init_args": {"tensor_parallel_size": "auto", "pipeline_parallel_size": 1, "max_memory": "20GiB"},

@@ -88,3 +88,12 @@ def test_a_lacking_precision_is_found_before_ranks_start(capability, monkeypatch
     with pytest.raises(PrecisionError, match=r"needs compute capability 8.0, .*7.5; set precision='16-mixed'"):
         trainer.fit(Tiny(), loader(4))
     assert not trainer.strategy.launcher.procs
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_precisions_are_refused_before_ranks_start(devices):
+    plugin = HybridPrecision("bf16-mixed")
+    trainer = trainer_of(devices, strategy_options={"precision_plugin": plugin}, precision="bf16-true")
+    with pytest.raises(PrecisionError, match=r"Trainer\(precision='bf16-true'\), but .* with 'bf16-mixed'; leave one"):
+        trainer.fit(Tiny(), loader(4))
+    assert devices == 1 or not trainer.strategy.launcher.procs

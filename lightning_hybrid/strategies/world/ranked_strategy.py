@@ -29,7 +29,7 @@ from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.memory.saved_activations.requests import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import ignore_warnings
-from lightning_hybrid.precision.capability import check_device_precision
+from lightning_hybrid.precision.capability import check_device_precision, check_one_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.auto_sizes import (
     agreed_plan,
@@ -47,6 +47,8 @@ from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sam
 from lightning_hybrid.strategies.world.traces import shorten
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_hybrid.predict.plans import Plan
 
 
@@ -243,7 +245,7 @@ class RankedStrategy(ParallelStrategy):
         try:
             # A process that has asked a GPU for its arithmetic cannot fork ranks that use it.
             if self.options.start_method == "popen" or self.root_device.type == "cpu":
-                self._check_precision()
+                self._check_precision(kwargs.get("trainer"))
             if not self.options.asks_for_plan:
                 self._resolve_layout()
             check_call(self.options, function, *args, **kwargs)
@@ -251,8 +253,11 @@ class RankedStrategy(ParallelStrategy):
             shorten(error)
             raise
 
-    def _check_precision(self) -> None:
-        check_device_precision(getattr(self.precision_plugin, "precision", ""), self.root_device)
+    def _check_precision(self, trainer: pl.Trainer | None) -> None:
+        precision = getattr(self.precision_plugin, "precision", "")
+        if trainer is not None:
+            check_one_precision(precision, trainer)
+        check_device_precision(precision, self.root_device)
         if float8 := getattr(self.precision_plugin, "float8", None):
             float8.check_device()
 
@@ -280,7 +285,7 @@ class RankedStrategy(ParallelStrategy):
         check_connections()
         if self._has_ranks and self._environment.creates_processes_externally:
             self._environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        self._check_precision()
+        self._check_precision(None if self.lightning_module is None else self.lightning_module._trainer)
         requested = self.options.process_group_backend
         if requested == "gloo" and self.root_device.type == "cuda":
             raise ValueError(f"process_group_backend='gloo': gloo sends no tensor on {self.root_device}; leave it out")
