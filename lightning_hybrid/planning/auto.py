@@ -163,7 +163,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
         is_replica_batch=True,
         objective=options.objective or "throughput",
         fixed=fixed,
-        allowed=Allowed(widths=options.stage_widths == "auto"),
+        allowed=Allowed(widths=options.stage_widths == "auto", spatial=False),
     )
     return PlannedRun(result, costs, number_format, hardware, devices, num_nodes, number_format.name)
 

@@ -11,7 +11,7 @@ from lightning_hybrid.predict.layout import LAYOUT_OPTIONS, OFFLOADABLE, SIZES, 
 from lightning_hybrid.schedule import SCHEDULE_NAMES
 from lightning_hybrid.schedule.generators import make_schedule, stages_of_each_rank
 
-_COUNTS = (*SIZES, "stages_per_rank", "num_microbatches", "shard_size")
+_COUNTS = (*SIZES, "spatial_parallel_size", "stages_per_rank", "num_microbatches", "shard_size")
 _FLAGS = ("sequence_parallel", "reshard_after_forward", "chunked_loss")
 _COUNT = "a whole number of 1 or more"
 
@@ -32,9 +32,18 @@ def check_options(options: Mapping[str, Any]) -> None:
         if isinstance(offload, Mapping) and kind in offload and isinstance(zero, int) and zero < least:
             raise ValueError(f"zero={zero}: {kind} are on the host where replicas shard them; use {least} or more")
     _check_widths(options)
+    _check_spatial(options)
     schedule, stages = options.get("schedule"), options.get("stages_per_rank")
     if schedule in SCHEDULE_NAMES and isinstance(stages, int):
         make_schedule(schedule, 1, 1, stages)  # refuses a number of stages that the schedule never has
+
+
+def _check_spatial(options: Mapping[str, Any]) -> None:
+    ranks = options.get("spatial_parallel_size")
+    for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"):
+        size = options.get(name)
+        if isinstance(ranks, int) and isinstance(size, int) and min(ranks, size) > 1:
+            raise ValueError(f"spatial={ranks}: layers under {LAYOUT_OPTIONS[name]}={size} would gather the images")
 
 
 def _check_widths(options: Mapping[str, Any]) -> None:
@@ -89,7 +98,9 @@ def misfits(costs: ModelCosts, fields: Mapping[str, Any], ranks: int) -> Iterato
         yield f"ep={expert} does not divide the model's {costs.routes} experts"
     if expert > 1 and not costs.routes and costs.is_traced:
         yield f"ep={expert}: the model has no experts"
-    if costs.positions % context:
+    if fields.get("spatial") and costs.most_rows < context:
+        yield f"spatial={context}: the largest feature map of a convolution has {costs.most_rows} rows"
+    elif costs.positions % context and not fields.get("spatial"):
         yield f"cp={context} does not divide the {costs.positions:,} positions of a sample"
     widths = fields.get("widths", ())
     stages = len(widths) or pipeline * stages_of_each_rank(

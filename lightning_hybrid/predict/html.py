@@ -131,7 +131,8 @@ def _schedule(plan: Plan) -> list[str]:
     most = max(_MOST_MICROBATCHES // layout.stages_per_rank, layout.pipeline)
     count = min(layout.num_microbatches, most)
     schedule = make_schedule(layout.schedule, layout.pipeline, count, layout.stages_per_rank, widths=layout.widths)
-    work = sum(time.terms.get(name, 0.0) for name in ("computation", "recomputation", "tensor ranks", "context ranks"))
+    names = "computation", "recomputation", "tensor ranks", "context ranks", "spatial ranks"
+    work = sum(time.terms.get(name, 0.0) for name in names)
     forward = work / layout.num_microbatches / layout.stages_per_rank / (3 + layout.forwards)
     forwards = [forward * width for width in layout.widths or [1] * schedule.num_stages]
     backwards = [seconds * (2 + layout.forwards) for seconds in forwards]

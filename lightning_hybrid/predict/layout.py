@@ -97,6 +97,8 @@ class PlanLayout:
     # what stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM)
     balanced_by: Balance = "layers"
     fused_attention: bool = True  # whether attention scores stay in the kernel (FlashAttention)
+    # whether these share the rows of images and feature maps instead; each has all parameters, and sums their gradients
+    spatial: bool = False
     expert: int = 1  # ranks that share the experts of each layer, among replicas and context ranks
     schedule: str = "1f1b"  # name of the pipeline's schedule
     stages_per_rank: int = 1  # stages on each pipeline rank
@@ -182,6 +184,11 @@ class PlanLayout:
         return self.pipeline, self.data, self.tensor, self.context, self.expert
 
     @property
+    def copies(self) -> int:
+        """Ranks over which gradients are reduced at the end of a step; of feature maps, the backward sums them."""
+        return self.data if self.spatial else self.data * self.context
+
+    @property
     def ranks(self) -> int:
         """Ranks of the layout."""
         return self.pipeline * self.data * self.tensor * self.context
@@ -215,6 +222,7 @@ class Allowed:
     tensor: bool = True  # whether layers may be sharded over tensor ranks
     context: bool = True  # whether sequences may be sharded over context ranks
     positions_per_context_rank: int = 1024  # least positions of a context rank
+    spatial: bool = True  # whether ranks may share the rows of images
     expert: bool = True  # whether ranks may share experts
     schedules: tuple[str, ...] = ("1f1b", "zero_bubble")  # of pipelines with one stage per rank
     largest_stages_per_rank: int = 4  # most stages of a pipeline rank
@@ -235,13 +243,19 @@ _SIZE_OPTIONS = {
 # Options of the strategy that name one field of a layout.
 _FIELDS = {
     **_SIZE_OPTIONS,
+    "spatial_parallel_size": "spatial",
     "stage_widths": "widths",
     **{name: name for name in ("schedule", "stages_per_rank", "zero_stage")},
     "shard_size": "shard",
     **{name: name for name in ("reshard_after_forward", "sequence_parallel", "recompute", "offload", "chunked_loss")},
 }
 _SHORT = dict(zip(_SIZE_OPTIONS, ("dp", "pp", "tp", "cp", "ep"), strict=True))
-_SHORT |= {"stages_per_rank": "stages", "num_microbatches": "m", "zero_stage": "zero"}
+_SHORT |= {
+    "spatial_parallel_size": "spatial",
+    "stages_per_rank": "stages",
+    "num_microbatches": "m",
+    "zero_stage": "zero",
+}
 _OFF_BY_NONE = ("recompute", "offload", "stage_widths")  # None of the others is their default
 
 # All options of the strategy that make a layout, with their short names.
@@ -258,6 +272,8 @@ def strategy_options(layout: PlanLayout) -> dict[str, Any]:
     """Return the arguments of `Hybrid3DStrategy` that differ from its defaults; the number of replicas is left out."""
     options = {name: layout.fields[field] for name, field in _SIZE_OPTIONS.items() if field != "data"}
     options = {name: size for name, size in options.items() if size > 1}
+    if layout.spatial:
+        options["spatial_parallel_size"] = options.pop("context_parallel_size")
     if layout.widths:
         options["stage_widths"] = list(layout.widths)
     if layout.stages_per_rank > 1:
@@ -293,6 +309,9 @@ def spelled_fields(fixed: Mapping[str, Any]) -> str:
     """Return what `fixed_fields` returns in the same spelling, such as "dp=3, zero=1"."""
     names = {field: _SHORT.get(name, name) for name, field in _FIELDS.items()}
     words = []
+    if "spatial" in fixed:
+        ranks = fixed["context"] if fixed["spatial"] else 1
+        fixed = {name: value for name, value in fixed.items() if name != "context"} | {"spatial": ranks}
     for field, value in fixed.items():
         name = names.get(field, _SHORT.get(field, field))
         value = dict.fromkeys(sorted(value), "cpu") if isinstance(value, frozenset) else value
@@ -318,6 +337,10 @@ def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
             fixed[field] = _value(name, value, options)
     if fixed.get("widths"):
         fixed["pipeline"] = sum(fixed["widths"])
+    if (ranks := fixed.get("spatial", 0)) > 1:  # they are the context ranks
+        fixed["context"] = ranks
+    if "spatial" in fixed:
+        fixed["spatial"] = ranks > 1
     if isinstance(options.get("num_microbatches"), int):
         fixed["num_microbatches"] = options["num_microbatches"]
     return fixed

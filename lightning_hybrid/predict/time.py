@@ -127,7 +127,9 @@ class StepModel:
             seen = 1.0 / layout.tensor if layout.overlapped_tensor_ranks else 1.0
             skipped = sum(each.sharded == "inner" and not each.repeats for each in layer.products)
             terms["tensor ranks"] = (passes * layer.reductions - (passes - 2) * skipped) * one * seen
-        if layout.context > 1 and any(product.is_attention for product in layer.products):
+        if layout.spatial:
+            terms["spatial ranks"] = self.spatial_seconds(layer, passes)
+        elif layout.context > 1 and any(product.is_attention for product in layer.products):
             terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
         if layout.routed_ranks > 1 and layer.routed_tokens:
             routed = size * layer.routed_tokens / max(self.costs.positions, 1)
@@ -136,7 +138,8 @@ class StepModel:
             exchanged = 2 * passes * all_to_all_seconds(routed, group, self.hardware, self.waited)
             beside = seconds.forward + backward if layout.overlapped_expert_ranks else 0.0
             terms["expert ranks"] = self.beside(exchanged, beside)
-        exchanged = sum(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks", "expert ranks"))
+        names = "tensor ranks", "context ranks", "spatial ranks", "expert ranks"
+        exchanged = sum(terms.get(name, 0.0) for name in names)
         self.parts_of_layers[id(layer)] = seconds.forward + exchanged / passes, seconds.weights * self.backward_share
         self.terms_of_layers[id(layer)] = terms
         return terms
@@ -149,6 +152,25 @@ class StepModel:
         one = gather_seconds(size, self.context_group, self.hardware, self.waited)
         return self.beside(3.0 * one, computed)
 
+    def spatial_seconds(self, layer: LayerCosts, passes: int) -> float:
+        """Seconds of the rows at borders, and of the sums of statistics and of gradients, which the layer waits for.
+
+        The backward of a convolution fetches the rows again, and sends back their gradients.
+        """
+        layout, hardware, group = self.layout, self.hardware, self.context_group
+        samples, seconds = layout.microbatch, 0.0
+        for each in layer.maps:
+            if each.rows < layout.context:
+                continue
+            if each.border:
+                size = each.border * each.row_elements * samples * self.format.activation
+                one = message_seconds(size, group.nodes > 1, group.groups_per_node, hardware)
+                seconds += (passes + 1) * one
+            statistics = all_reduce_seconds(4.0 * each.statistics, group, hardware, self.waited)
+            gradients = all_reduce_seconds(each.summed * self.format.activation, group, hardware, self.waited)
+            seconds += passes * statistics + self.backward_share * gradients
+        return seconds
+
     def group(self, size: int, stride: int) -> RankGroup:
         """The groups of an axis, by its size and the ranks between neighbours."""
         return group_of_axis(size, stride, self.hardware.devices_per_node, self.layout.ranks)
@@ -159,7 +181,7 @@ class StepModel:
         if layout.pipeline == 1:
             return 0.0, 0.0
         size = max(layer.outputs for layer in self.costs.layers) * layout.microbatch * self.format.activation
-        size /= layout.tensor * layout.context
+        size /= layout.tensor * (1 if layout.spatial else layout.context)
         hops = (len(layout.widths) or layout.pipeline) - 1
         between = min(hops, self.group(layout.pipeline, self.stage_stride).nodes - 1)
         senders = min(self.stage_stride, self.hardware.devices_per_node)
@@ -191,12 +213,12 @@ class StepModel:
     def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
         """Seconds that gathers and reductions over replicas and context ranks add to the computation beside them."""
         layout = self.layout
-        if layout.data * layout.context == 1:
+        if layout.copies == 1:
             return {"replicas": 0.0}
         backward = computed * (2 + layout.forwards) / (3 + layout.forwards)
         if layout.shard > 1 and (layout.shards("parameters") or layout.reduces_each_microbatch):
             return {"replicas": self.sharded_seconds(layers, computed - backward, backward)}
-        one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.data * layout.context, 1)
+        one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.copies, 1)
         return {"replicas": self.beside(one, backward / layout.num_microbatches) if layout.pipeline == 1 else one}
 
     def sharded_seconds(self, layers: LayersOfRank, forward: float, backward: float) -> float:
@@ -213,7 +235,7 @@ class StepModel:
                 reduced = size * self.format.reduced * self.backward_share
                 reduce += count * gather_seconds(reduced, group, self.hardware, self.shares)
         shard = parameters_of_rank(layers, layout).over_shards(layout)
-        last = self.reduction_seconds(shard, layout.replicate * layout.context, layout.shard)
+        last = self.reduction_seconds(shard, layout.copies // layout.shard, layout.shard)
         passes = layout.num_microbatches
         if not layout.reshard_after_forward:
             return self.beside(gather, forward / passes) + self.beside(reduce, backward / passes) + last
@@ -233,8 +255,8 @@ class StepModel:
     def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
         """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
         layout, per_node = self.layout, self.hardware.devices_per_node
-        group = self.group(copies, layout.tensor)
-        if shard > 1:  # the shards lie between context ranks and replicas of them
+        group = self.group(copies, layout.tensor * (layout.context * shard if layout.spatial else 1))
+        if shard > 1 and not layout.spatial:  # the shards lie between context ranks and replicas of them
             inner, stride = self.group(layout.context, layout.tensor), layout.tensor * layout.context * shard
             group = group_of_two_axes(inner, self.group(layout.replicate, stride), per_node)
         sizes = [(own.total, group)]

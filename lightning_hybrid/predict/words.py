@@ -9,6 +9,7 @@ _OF_LAYOUTS = {
     "pp=": "pipeline ranks, each with some of the layers (units); a bubble is time in which they wait",
     "tp=": "tensor ranks, each with a part of every layer",
     "cp=": "context ranks, each with a part of every sequence",
+    "spatial=": "ranks that share the rows of every image, volume and feature map",
     "ep=": "expert ranks, each with some of the experts",
     "stage_widths=": "pipeline ranks of each stage, which hold copies of it and take its microbatches in turn",
     "stages=": "groups of layers on each pipeline rank",

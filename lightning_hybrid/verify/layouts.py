@@ -18,6 +18,7 @@ from lightning_hybrid.schedule import stages_of_each_rank
 _SHORT = {
     "dp": "data_parallel_size",
     **SIZE_OPTIONS,
+    "spatial": "spatial_parallel_size",
     "stages": "stages_per_rank",
     "m": "num_microbatches",
     "zero": "zero_stage",
@@ -101,10 +102,10 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     """Parse a layout such as ``dp=2,pp=2`` or ``dp2xpp2``.
 
     Args:
-        text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, ``zero`` stage,
-            ``stage_widths`` such as 3+1, or any option of the strategy by its full name; separated by commas. Without
-            ``=`` only short names, separated by ``x``. A value is YAML: a number, true, false, null, text, or a list or
-            mapping in brackets.
+        text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``, ``spatial``), ``stages`` per rank, ``m`` microbatches,
+            ``zero`` stage, ``stage_widths`` such as 3+1, or any option of the strategy by its full name; separated by
+            commas. Without ``=`` only short names, separated by ``x``. A value is YAML: a number, true, false, null,
+            text, or a list or mapping in brackets.
         tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 
     Raises:

@@ -30,6 +30,7 @@ from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies.options import auto_sizes
 from lightning_hybrid.strategies.options.auto_sizes import needs_plan, plan_options
+from models.command_line_classes import Segmentation
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
 NUMBERS = dict.fromkeys(SIZES, 1)
@@ -523,3 +524,14 @@ def test_widths_of_stages_are_planned_where_they_may_be_chosen(monkeypatch, widt
         assert sum(planned["stage_widths"]) == 4 and len(planned["stage_widths"]) < 4
     strategy = Hybrid3DStrategy(**options)
     assert strategy.options.with_planned(planned).mesh_sizes["pipeline_parallel_size"] == 4
+
+
+def test_ranks_that_share_images_are_those_that_the_user_sets(monkeypatch):
+    """The others are planned around them; layers under tensor ranks would gather the images."""
+    planned = plan_on(monkeypatch, 4, 405e6, Segmentation(), spatial_parallel_size=2, **PLANNED)
+    assert planned["tensor_parallel_size"] == planned["context_parallel_size"] == 1
+    strategy = Hybrid3DStrategy(spatial_parallel_size=2, **PLANNED)
+    assert strategy.options.with_planned(planned).mesh_sizes["context_parallel_size"] == 2
+    assert "spatial_parallel_size" not in plan_on(monkeypatch, 4, 16e9, Segmentation(), **PLANNED)
+    with pytest.raises(PlanError, match="share the rows of images by spatial_parallel_size"):
+        plan_on(monkeypatch, 2, 100e6, Segmentation(), **PLANNED)
