@@ -60,8 +60,8 @@ def table(content: Mapping[str, Any]) -> str:
     return "\n".join([*head, "", *lines])
 
 
-def describe_layout(axes: Mapping[str, int]) -> str:
-    """The sizes of the axes of ranks, and the stage of ZeRO, by the options that set them, without defaults."""
+def describe_layout(axes: Mapping[str, Any]) -> str:
+    """The sizes, widths of stages and the stage of ZeRO, by the options that set them, without defaults."""
     sizes = {
         SIZE_OPTIONS.get(axis, axis): size for axis, size in axes.items() if axis not in ("dp_replicate", "dp_shard")
     }
@@ -69,7 +69,9 @@ def describe_layout(axes: Mapping[str, int]) -> str:
     sizes |= {"data_parallel_size": copies * shards}
     if not zero or copies > 1:  # all replicas by default
         sizes["shard_size"] = shards
-    shown = {option: size for option, size in sizes.items() if size > 1} | ({"zero_stage": zero} if zero else {})
+    shown = {option: size for option, size in sizes.items() if size not in (0, 1)} | (
+        {"zero_stage": zero} if zero else {}
+    )
     return ", ".join(f"{option}={size}" for option, size in shown.items()) or "one process"
 
 

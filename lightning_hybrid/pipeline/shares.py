@@ -38,7 +38,7 @@ from lightning_hybrid.step.standins.tensors import ShardedTensorBase, materializ
 from lightning_hybrid.step.tracing.functions import BackwardCode
 from lightning_hybrid.step.tracing.lines import TorchCallSites, user_call_sites
 from lightning_hybrid.step.tracing.recording import find_loss
-from lightning_hybrid.step.tracing.refusals import no_loss_error
+from lightning_hybrid.step.tracing.refusals import check_scalar, no_loss_error
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -322,6 +322,7 @@ class MicrobatchLoop:
         if output is not None:
             if not isinstance(loss, Tensor) or not loss.requires_grad:
                 raise no_loss_error("training_step", output)
+            check_scalar(self._root, "training_step", loss)
             with self._gradients.by(factor, is_last=is_last):
                 torch.autograd.backward([loss], [torch.full_like(loss, backwards.seed_factor * seed)])
         backwards.after(0, is_last)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import folder
+from lightning_hybrid.checkpoint.archive import check_archive
 from lightning_hybrid.checkpoint.background import BackgroundSave
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
@@ -105,9 +106,10 @@ class CheckpointFiles:
     def _is_first(self) -> bool:
         return self._world.mesh.rank == 0
 
-    def _axis_sizes(self) -> dict[str, int]:
+    def _axis_sizes(self) -> dict[str, Any]:
         others = {"stages_per_rank": self._state.stages_per_rank, "zero_stage": self._options.zero_stage}
-        return {**self._world.layout.by_axis, **others}
+        widths = {"stage_widths": self._state.stage_widths} if self._state.stage_widths else {}
+        return {**self._world.layout.by_axis, **others, **widths}
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is complete; a CheckpointError if it could not be."""
@@ -138,7 +140,8 @@ class CheckpointFiles:
         """Read a folder or a file on every rank; a resumed run draws what the saved one would.
 
         Raises:
-            CheckpointError: A folder is incomplete, or no checkpoint of this package; or a file is none of Lightning.
+            CheckpointError: A folder is incomplete, or no checkpoint of this package; or a file is damaged, or none of
+                Lightning.
         """
         self.wait()
         if folder.is_folder(path):
@@ -153,6 +156,8 @@ class CheckpointFiles:
             torch.cuda.empty_cache()
             # Lightning passes a function that leaves storages on the host; torch loads no quantized states by one.
             place: dict[str, Any] = {"map_location": "cpu"} if type(checkpoint_io) is TorchCheckpointIO else {}
+            if place and os.path.isfile(path):
+                check_archive(path)
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only, **place)
             _check_kind(path, checkpoint)
         saved_by_ranks = checkpoint.get("hybrid3d", {})

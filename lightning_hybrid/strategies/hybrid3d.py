@@ -73,7 +73,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         max_microbatches_in_flight: Microbatches whose activations a rank may hold under "zero_bubble_searched". None is
             the number of pipeline ranks, as under 1F1B.
         pipeline_cuts: Names of the module that each stage but the first starts with. None balances them by cost.
-        stage_widths: Ranks of each stage, such as [3, 1], which take its microbatches in turn. None is one each.
+        stage_widths: Ranks that take turns at each stage's microbatches, such as [3, 1], or "auto". None is one each.
         batch_splitter: ``function(batch, count) -> microbatches``, for batches that are no containers of tensors.
         zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too, 0
             nothing. "auto" is 0 unless planned.
@@ -148,7 +148,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         microbatch: Literal["auto"] | None = None,
         context_parallel_size: int | Literal["auto"] = "auto",
         spatial_parallel_size: int = 1,
-        stage_widths: Sequence[int] | None = None,
+        stage_widths: Sequence[int] | Literal["auto"] | None = None,
         expert_parallel_size: int | Literal["auto"] = "auto",
         expert_chunks: int = 1,
         max_microbatches_in_flight: int | None = None,

@@ -27,6 +27,7 @@ from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.counts import bytes_saved_behind
 from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.refusals import check_scalar
 from lightning_hybrid.strategies.logs.reduction import (
     Shared,
     begin_logs,
@@ -212,9 +213,8 @@ class StepExecution(OwnedByRun):
                 with self._synced_norms():
                     for policy in self.policies:
                         policy.before(attempt)
-                    run: Callable[[], StepResult] = partial(
-                        self._run, attempt.call
-                    )  # no frame of ours unless a policy adds one
+                    # No frame of ours unless a policy adds one.
+                    run: Callable[[], StepResult] = partial(self._run, attempt.call)
                     for policy in self.policies:
                         run = policy.around(attempt, run)
                     with attempt.handoff.old.refused():
@@ -236,6 +236,8 @@ class StepExecution(OwnedByRun):
             if not recovers and not any(policy.recovers(attempt, failure) for policy in self.policies):
                 raise failure
             del failure, attempt  # with the frames of the traceback, which hold tensors of the step
+        if not self.setting.is_manual:
+            check_scalar(self.setting.module, "training_step", output)
         for policy in self.policies:
             policy.after_batch(output)
         save_checkpoints(self.setting.module, is_stepped=self.optimization.in_backward is not None)

@@ -38,7 +38,13 @@ from lightning_hybrid.step.standins.tensors import make_absent
 from lightning_hybrid.step.tracing.metrics import MetricDryRun
 from lightning_hybrid.step.tracing.mode import StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Leaf, Recording, Template, returned_values
-from lightning_hybrid.step.tracing.refusals import check_backward_call, no_loss_error, refuse_transforms, signature_of
+from lightning_hybrid.step.tracing.refusals import (
+    check_backward_call,
+    check_scalar,
+    no_loss_error,
+    refuse_transforms,
+    signature_of,
+)
 
 _NUMBERS = (float, int, numpy.generic, numpy.ndarray)
 
@@ -292,6 +298,8 @@ class Recorder(StepMode):
         returned, loss = returned_values(result, self.marks)
         if loss_required and (loss is None or not self.values[loss].requires_grad):
             raise no_loss_error(name, result)
+        if loss_required:
+            check_scalar(root, name, result)
         kept = find_escaped_values(root, result, self)
         called = {node.unit for node in self._nodes if node.unit}
         read_around = {p for node in self._nodes if not node.unit for p in node.parameters}

@@ -53,7 +53,7 @@ _METADATA = frozenset(
     }
 )  # fmt: skip
 _ARGUMENT_CHECKS = "torch.distributions."  # its branches on tensors check whether arguments are valid, and raise if not
-_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
+LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
 # By the name that a torch function mode intercepts: the equivalent function for swapped arguments.
 _SWAPPED: dict[str, tuple[str, Callable[..., Any]]] = {
     "lt": ("gt", torch.gt),
@@ -348,7 +348,7 @@ def failed_line(error: BaseException) -> str:
 def _is_of_user(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     package = str(frame.f_globals.get("__name__")).split(".")[0]
-    return not path.startswith((PACKAGE, TORCH)) and package not in _LIGHTNING and path != "<string>"
+    return not path.startswith((PACKAGE, TORCH)) and package not in LIGHTNING and path != "<string>"
 
 
 # A canonical operand order for comparisons, whichever reflected method Python called.

@@ -5,15 +5,18 @@ The signature of an operation, by which two runs of a step are compared.
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.errors import WITHOUT_STAGES, StepError
 from lightning_hybrid.step.standins.marks import Marks
-from lightning_hybrid.step.tracing.mode import user_line
+from lightning_hybrid.step.tracing.mode import LIGHTNING, user_line
+from lightning_hybrid.step.tracing.recording import find_loss
 
 
 def refuse_transforms(name: str) -> None:
@@ -37,6 +40,41 @@ def no_loss_error(name: str, result: Any) -> StepError:
         " with the key 'loss'",
         entry="no-loss",
     )
+
+
+def check_scalar(root: nn.Module, name: str, result: Any) -> None:
+    """Refuse a step whose result is, or has, a loss of several numbers, unless a ``backward`` of the user joins them.
+
+    Raises:
+        StepError: It has no gradient by itself.
+    """
+    loss = find_loss(result)
+    if not isinstance(loss, Tensor) or loss.numel() == 1 or _has_own_backward(root):
+        return
+    raise StepError(
+        f"{name} returned a loss of shape {list(loss.shape)} ({_line_of_return(type(root), name)}); return one number,"
+        " such as loss.mean()",
+        entry="loss-shape",
+    )
+
+
+def _has_own_backward(root: nn.Module) -> bool:
+    """Whether a class of the user has the method that Lightning calls with the loss."""
+    method = getattr(type(root), "backward", None)
+    return method is not None and method.__module__.split(".")[0] not in LIGHTNING
+
+
+def _line_of_return(kind: type, name: str) -> str:
+    """``file:line`` where a step returns, or where it begins if it returns in several lines."""
+    code = getattr(inspect.unwrap(getattr(kind, name)), "__code__", None)
+    if code is None:
+        return kind.__name__
+    starts, line, found = dict(dis.findlinestarts(code)), code.co_firstlineno, set()
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        if instruction.opname == "RETURN_VALUE":
+            found.add(line)
+    return f"{code.co_filename}:{found.pop() if len(found) == 1 else code.co_firstlineno}"
 
 
 def check_backward_call(line: str, *, is_replayed: bool) -> None:

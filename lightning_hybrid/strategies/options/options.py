@@ -74,7 +74,7 @@ class Options:
     microbatch: Literal["auto"] | None = None
     expert_chunks: int = 1
     spatial_parallel_size: int = 1
-    stage_widths: Sequence[int] | None = None
+    stage_widths: Sequence[int] | Literal["auto"] | None = None
     optimizer_in_backward: bool = False
     chunked_loss: bool | int = False
     save_distributed_checkpoint: bool = False
@@ -199,12 +199,19 @@ class Options:
         widths, size = self.stage_widths, self.sizes["pipeline_parallel_size"]
         if widths is None:
             return
-        if not isinstance(widths, list | tuple) or not widths or not all(map(is_count, widths)):
+        if widths == "auto":
+            if size == "auto" and not self.asks_for_plan:
+                raise LayoutError(
+                    "stage_widths='auto' chooses the widths of stages for a number of pipeline ranks, and"
+                    " pipeline_parallel_size='auto'; set it to that number",
+                    entry="stage-widths",
+                )
+        elif not isinstance(widths, list | tuple) or not widths or not all(map(is_count, widths)):
             raise LayoutError(
-                f"stage_widths={widths!r}; use a list with the number of ranks of each stage, such as [3, 1]",
+                f"stage_widths={widths!r}; use 'auto' or a list with the number of ranks of each stage, such as [3, 1]",
                 entry="stage-widths",
             )
-        if size not in ("auto", sum(widths)):
+        elif size not in ("auto", sum(widths)):
             raise LayoutError(
                 f"stage_widths={list(widths)} needs {sum(widths)} pipeline ranks, and pipeline_parallel_size={size};"
                 f" leave pipeline_parallel_size out, or change the widths so that they sum to {size}",
@@ -212,10 +219,11 @@ class Options:
             )
         if self.stages_per_rank > 1:
             raise LayoutError(
-                f"stage_widths={list(widths)} gives stages several ranks, and stages_per_rank={self.stages_per_rank}"
+                f"stage_widths={widths!r} gives stages several ranks, and stages_per_rank={self.stages_per_rank}"
                 " gives ranks several stages; leave one of the two out",
                 entry="stage-widths",
             )
+        widths = (1,) if isinstance(widths, str) else widths
         make_schedule(self.schedule, sum(widths), 1, widths=widths)
 
     def _check_spatial(self) -> None:
@@ -368,7 +376,7 @@ class Options:
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
         """The sizes of the layout; those left to the planner are 1 unless it has set them."""
         sizes = {n: 1 if size == "auto" and n != "data_parallel_size" else size for n, size in self.sizes.items()}
-        if self.stage_widths is not None:
+        if not isinstance(self.stage_widths, str | None):
             sizes["pipeline_parallel_size"] = sum(self.stage_widths)
         if self.spatial_parallel_size > 1:  # its ranks read the same samples, as context ranks do
             sizes["context_parallel_size"] = self.spatial_parallel_size

@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
 from lightning_hybrid.batch.split import check_number
+from lightning_hybrid.checkpoint.archive import check_archive
+from lightning_hybrid.checkpoint.folder import check_complete, is_folder
 from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.strategies.options.options import Options
 
@@ -29,11 +32,12 @@ def check_call(options: Options, function: Callable[..., Any], *args: Any, train
 
     Raises:
         FileNotFoundError: There is no such checkpoint; names those that are there.
+        CheckpointError: It is not whole.
         UnfitError: ``pipeline_cuts`` names no module, or the training step has fewer layers than there are stages.
         BatchError: The loader's batches have fewer samples than ``num_microbatches``.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
-    _check_checkpoint(given.get("ckpt_path"))
+    _check_checkpoint(given.get("ckpt_path"), trainer)
     if isinstance(module := given.get("model"), LightningModule):
         _check_cuts(options, module)
         _check_batch(options, module, given)
@@ -41,9 +45,20 @@ def check_call(options: Options, function: Callable[..., Any], *args: Any, train
             _check_stages(options, module, given)
 
 
-def _check_checkpoint(path: Any) -> None:
-    if not isinstance(path, str | os.PathLike) or path in _NAMED_CHECKPOINTS or ":" in str(path) or Path(path).exists():
+def _check_checkpoint(path: Any, trainer: Any) -> None:
+    if not isinstance(path, str | os.PathLike) or path in _NAMED_CHECKPOINTS or "://" in str(path):
         return
+    if is_folder(path):
+        check_complete(Path(path))
+    elif Path(path).exists():
+        if trainer is not None and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            check_archive(path)
+    elif ":" not in str(path):
+        raise _not_there(path)
+
+
+def _not_there(path: str | os.PathLike[str]) -> FileNotFoundError:
+    """The error for a path where nothing is, which names the latest checkpoints near it."""
     folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
     found = (each for depth in range(4) for each in folder.glob("*/" * depth + "*.ckpt"))
     near = sorted(found, key=lambda each: each.stat().st_mtime)[-5:]
@@ -51,7 +66,7 @@ def _check_checkpoint(path: Any) -> None:
     there = f"; the folder {asked} does not exist" if asked != folder else "" if near else f"; {folder} has no other"
     if near:
         there += f"; there are {', '.join(map(str, near))}"
-    raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint{there}")
+    return FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint{there}")
 
 
 def _check_cuts(options: Options, module: LightningModule) -> None:

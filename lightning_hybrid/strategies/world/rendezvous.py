@@ -18,16 +18,20 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.collectives.arrivals import wait_until
 from lightning_hybrid.errors import NotOnAllRanks
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.strategies.world.stop import SIGTERM
 
 # The others usually come within this time; then it is asked whether they may not.
 _SECONDS_TO_ASK = 0.1
 # Outside of a run no rank records progress: the others have this time to come.
 _SECONDS_OUTSIDE_OF_RUNS = 4.0
 _SECONDS_UNTIL_TOLD = 10.0
+# Time after a SIGTERM in which the ranks that are waited for may still come: they stop after one batch.
+_SECONDS_TO_STOP = 10.0
 # The latest collectives that some rank of a replica, or of the world, has gone on to: one key for each of so many.
 _SLOTS = 64
 
@@ -152,20 +156,28 @@ class Rendezvous:
         )
 
     def _wait(self, what: str, ranks: Sequence[int], key: str, *, asks: bool) -> dict[int, str] | None:
-        """Wait until all ranks have arrived; returns the ranks that do not come, with reasons; None after a failure."""
+        """Wait until all ranks have arrived; returns the ranks that do not come, with reasons; None after a failure.
+
+        Raises:
+            SIGTERMException: The job has been told to end, and they still have not.
+        """
         wanted, start, is_told = self._met[key] * len(ranks), time.monotonic(), False
         timeout = self._timeout.total_seconds()
         if self._trainer.state.status != TrainerStatus.RUNNING:
             timeout = min(timeout, _SECONDS_OUTSIDE_OF_RUNS)
         absent: dict[int, str] = {}
-        arrived, reads_at = self._store.add(f"arrived-{key}", 1), _SECONDS_TO_ASK
+        arrived, reads_at, stops_at = self._store.add(f"arrived-{key}", 1), _SECONDS_TO_ASK, math.inf
 
         def is_decided() -> bool:
-            nonlocal absent, arrived, is_told, reads_at
+            nonlocal absent, arrived, is_told, reads_at, stops_at
             if arrived >= wanted or self._is_over():
                 return True
             waited, missing = time.monotonic() - start, dict[int, str]()
             tells = waited > _SECONDS_UNTIL_TOLD and not is_told
+            if waited > _SECONDS_UNTIL_TOLD and self._store.check([SIGTERM]):
+                stops_at = min(stops_at, waited + _SECONDS_TO_STOP)
+                if waited > stops_at:
+                    raise SIGTERMException
             if waited > timeout or tells or (waited > reads_at and self._may_be_left(key, asks=asks)):
                 missing, reads_at = self._missing(ranks, key, asks=asks), 2 * waited
             if waited > timeout:

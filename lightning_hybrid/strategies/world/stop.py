@@ -19,7 +19,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
 from lightning_hybrid.strategies.world.callbacks import RunCallback
 
-_SIGTERM = "sigterm"  # key in the store
+SIGTERM = "sigterm"  # key in the store, once any rank has received one
 _INTERRUPT = 1 << 32  # above any number of stop points
 
 log = logging.getLogger(pl.__name__)
@@ -92,7 +92,7 @@ class GracefulStop:
         # Others may be one batch further, or, where gradients are accumulated, as many as they share nothing in.
         due = f"{self._batches + 1 + self._trainer.accumulate_grad_batches} {self._mesh.rank}"
         with contextlib.suppress(RuntimeError):
-            if self._store.compare_set(_SIGTERM, "", due).decode() == due:
+            if self._store.compare_set(SIGTERM, "", due).decode() == due:
                 self._interrupt_all()
 
     def _raise_if_signalled(self) -> None:
@@ -108,8 +108,8 @@ class GracefulStop:
 
     def _check_signal(self) -> None:
         connector = self._trainer._signal_connector
-        if self._signal_due is None and self._store.check([_SIGTERM]):
-            self._signal_due, self._signalled_rank = map(int, self._store.get(_SIGTERM).split())
+        if self._signal_due is None and self._store.check([SIGTERM]):
+            self._signal_due, self._signalled_rank = map(int, self._store.get(SIGTERM).split())
         if self._signal_due is not None and self._batches >= self._signal_due and not connector.received_sigterm:
             connector.received_sigterm = True  # Lightning looks at this at the end of each batch
             rank_zero_info(f"rank {self._signalled_rank} has received SIGTERM: all ranks stop, {self._where()}")

@@ -217,7 +217,7 @@ class Strategy:
     global_rank = 0
 
     def __init__(self, module):
-        self.run = SimpleNamespace(is_pipelined=True, plan=SimpleNamespace(num_stages=2, root=module))
+        self.run = SimpleNamespace(is_pipelined=True, plan=SimpleNamespace(num_stages=2, widths=(), root=module))
         self.options = SimpleNamespace(pipeline_cuts=None)
         self.lightning_module = SimpleNamespace(trainer=SimpleNamespace(callbacks=[]))
 

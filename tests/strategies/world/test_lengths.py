@@ -1,4 +1,4 @@
-"""Ranks of one replica whose loaders have different lengths are told so, instead of waiting for each other."""
+"""Ranks whose loaders have different lengths are told so, instead of waiting for each other."""
 
 import time
 from datetime import timedelta
@@ -39,14 +39,15 @@ def data_of(case, more):
     """The call of a Trainer, and its loaders, of which one is longer on some ranks."""
     even, uneven = loader(4), loader(4, 16 + 4 * more)
     stream = torch.utils.data.DataLoader(Stream(16 + 4 * more), batch_size=4)
-    fits = {"train": (uneven,), "stream": (stream,), "val": (even, uneven)}
+    fits = {"train": (uneven,), "stream": (stream,), "steps": (stream,), "val": (even, uneven)}
     return ("fit", fits[case]) if case in fits else (case, (uneven,))
 
 
 def run_uneven(case, layout):
     ignore_warnings()
     options = {**layout, "timeout": timedelta(seconds=2 * SECONDS)}
-    trainer = trainer_of(2, 1, strategy_options=options, num_sanity_val_steps=0)
+    more = {"num_sanity_val_steps": 0, "use_distributed_sampler": False, "max_steps": 4 if case == "steps" else -1}
+    trainer = trainer_of(2, 1, strategy_options=options, **more)
     method, data = data_of(case, trainer.strategy.launcher is None and torch.distributed.get_rank())
     start = time.monotonic()
     try:
@@ -64,6 +65,28 @@ def test_lengths_are_named_soon(worlds, case, layout):
     texts = [text for kind, text, _ in ranks if kind is RanksDisagree]
     wanted = ["ends after 4 batches on rank 0", "goes on to batch 5"] if case == "stream" else ["4", "5", "on rank 1"]
     assert texts and all(word in texts[0] for word in wanted), ranks
+
+
+@pytest.mark.parametrize("case", ["train", "stream"])
+def test_lengths_of_replicas_are_named_soon(worlds, case):
+    ranks = worlds.run(2, run_uneven, case, {})
+    assert max(seconds for *_, seconds in ranks) < SECONDS
+    texts = [text for kind, text, _ in ranks if kind is RanksDisagree]
+    wanted = ["ends after 4 batches on rank 0 (replica 0)", "goes on to batch 5"]
+    if case == "train":
+        assert len(texts) == 2
+        wanted = ["on the replicas: 4 on replica 0, 5 on replica 1"]
+    assert texts and all(word in texts[0] for word in [*wanted, "limit_train_batches=4"]), ranks
+
+
+@pytest.mark.parametrize("layout", [{}, *LAYOUTS], ids=["replicas", "stages", "tensor"])
+def test_streams_may_differ_behind_the_last_step(worlds, layout):
+    assert [kind for kind, *_ in worlds.run(2, run_uneven, "steps", layout)] == [None, None]
+
+
+@pytest.mark.parametrize("case", ["val", "test", "predict"])
+def test_replicas_may_evaluate_different_numbers_of_batches(worlds, case):
+    assert [kind for kind, *_ in worlds.run(2, run_uneven, case, {})] == [None, None]
 
 
 def run_even_stream(layout):

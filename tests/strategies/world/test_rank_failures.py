@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of, weights_of
+from lightning_hybrid.patching import replace
+from lightning_hybrid.strategies.world import rendezvous
 from models.tiny import Tiny, loader
 
 
@@ -254,3 +257,33 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_batch(worlds, ranks, pp):
 def test_sigterm_to_one_rank_in_validation_stops_all(worlds):
     first, second = worlds.run(2, run_signalled, 2, 2, (1,), "validation", {"val_check_interval": 4}, timeout=20)
     assert first[:2] == second[:2] == ("SIGTERMException", 4)
+
+
+class WaitsAlone(Callback):
+    """On the first rank: gets a SIGTERM, and waits for ranks that wait for its gradients."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.strategy.mesh.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            trainer.strategy.barrier("nobody else comes here")
+
+
+def run_waiting_alone():
+    ignore_warnings()
+    names = ("_SECONDS_UNTIL_TOLD", "_SECONDS_TO_STOP")
+    undo = [replace(rendezvous, name, 0.2, reason="a short test") for name in names]
+    trainer = trainer_of(2, 1, callbacks=[WaitsAlone()], strategy_options={"timeout": timedelta(seconds=600)})
+    try:
+        trainer.fit(Tiny(), loader(2, 64))
+    except BaseException as error:
+        return type(error).__name__, " ".join(getattr(error, "__notes__", []))
+    finally:
+        for each in undo:
+            each()
+    return "", ""
+
+
+def test_sigterm_ends_ranks_that_wait_for_each_other(worlds):
+    first, second = worlds.run(2, run_waiting_alone, timeout=60)
+    assert first[0] == "SIGTERMException"
+    assert "had to stop: rank 0" in second[1] and "failed: SIGTERMException" in second[1]
