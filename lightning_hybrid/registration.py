@@ -57,7 +57,7 @@ def _build(**options: Any) -> Any:
 
 
 def _list_names(connector: Any) -> None:
-    """Let Lightning's error of an unknown name of a strategy, which lists its own, be followed by those of here."""
+    """Let Lightning's error of an unknown strategy, which lists its own names, list the names of this package too."""
     init = connector.__init__
     if hasattr(init, "lists_hybrid3d"):
         return
