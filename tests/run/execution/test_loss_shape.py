@@ -45,7 +45,7 @@ def test_loss_of_several_numbers_is_refused(worlds, layout):
 def test_loss_of_several_numbers_is_refused_in_one_process():
     options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
     trainer = Trainer(accelerator="cpu", devices=1, strategy=Hybrid3DStrategy(), **options)
-    with pytest.raises(StepError, match="returned a loss of shape .4. "):
+    with pytest.raises(StepError, match=r"returned a loss of shape .4. "):
         trainer.fit(ManyLosses(), loader(4))
 
 
