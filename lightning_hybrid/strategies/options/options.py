@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -17,6 +19,7 @@ from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
+from lightning_hybrid.schedule.widths import nearest_widths
 from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ _SIZES = (
     "context_parallel_size",
     "expert_parallel_size",
 )
+_BESIDE_STAGES = ("data_parallel_size", "tensor_parallel_size", "context_parallel_size")
 # What further options of "auto" are where nothing is planned.
 _UNPLANNED: dict[str, Any] = {
     "schedule": "1f1b",
@@ -128,7 +132,10 @@ class Options:
         check_recompute(self.recompute)
         self._check_techniques()
         if self.schedule not in SCHEDULE_NAMES:
-            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
+            near = difflib.get_close_matches(str(self.schedule), SCHEDULE_NAMES, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            names = ", ".join(SCHEDULE_NAMES)
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {names}{meant}")
         if self.num_microbatches != "auto" and not is_count(self.num_microbatches):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
         if self.microbatch not in (None, "auto"):
@@ -225,6 +232,31 @@ class Options:
             )
         widths = (1,) if isinstance(widths, str) else widths
         make_schedule(self.schedule, sum(widths), 1, widths=widths)
+
+    def check_ranks(self, count: int) -> None:
+        """Check that stages of different widths fill so many ranks.
+
+        Raises:
+            LayoutError: They do not; names the nearest widths and numbers of devices that fit.
+        """
+        if self.stage_widths is None:
+            return
+        widths, sizes = list(self.stage_widths), self.mesh_sizes
+        others = math.prod(size for name, size in sizes.items() if name in _BESIDE_STAGES and isinstance(size, int))
+        needed, is_open = sum(widths) * others, sizes["data_parallel_size"] == "auto"
+        if count == needed or (is_open and count % needed == 0):
+            return
+        fewer = count // needed * needed if is_open else 0
+        advice = [f"devices={' or '.join(str(each) for each in (fewer, fewer + needed) if each)}"]
+        room, remainder = divmod(count, others)
+        fitting = [each for each in range(len(widths), room + 1) if room % each == 0 and (is_open or each == room)]
+        if fitting and not remainder:
+            advice.insert(0, f"stage_widths={nearest_widths(widths, min(fitting, key=lambda n: abs(n - sum(widths))))}")
+        raise LayoutError(
+            f"stage_widths={widths} needs {'a multiple of ' if is_open else ''}{needed} ranks, but the world has"
+            f" {count}; set {', or '.join(advice)}",
+            entry="stage-widths",
+        )
 
     def _check_spatial(self) -> None:
         given = {**self.sizes, "compile": self.compile}
