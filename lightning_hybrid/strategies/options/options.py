@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -19,7 +18,7 @@ from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
-from lightning_hybrid.schedule.widths import nearest_widths
+from lightning_hybrid.strategies.options.widths import check_widths
 from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ _SIZES = (
     "context_parallel_size",
     "expert_parallel_size",
 )
-_BESIDE_STAGES = ("data_parallel_size", "tensor_parallel_size", "context_parallel_size")
 # What further options of "auto" are where nothing is planned.
 _UNPLANNED: dict[str, Any] = {
     "schedule": "1f1b",
@@ -153,7 +151,7 @@ class Options:
             )
         # Refuses what the schedule cannot be with any number of ranks.
         make_schedule(self.schedule, 1, 1, self.stages_per_rank, max_in_flight=limit)
-        self._check_widths()
+        check_widths(self)
         cuts = self.pipeline_cuts
         if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
             raise TypeError(
@@ -201,62 +199,6 @@ class Options:
                 f" tensor_parallel_size={tensor!r}; set tensor_parallel_size=2 or more, or context_parallel_size to"
                 " shard sequences alone"
             )
-
-    def _check_widths(self) -> None:
-        widths, size = self.stage_widths, self.sizes["pipeline_parallel_size"]
-        if widths is None:
-            return
-        if widths == "auto":
-            if size == "auto" and not self.asks_for_plan:
-                raise LayoutError(
-                    "stage_widths='auto' chooses the widths of stages for a number of pipeline ranks, and"
-                    " pipeline_parallel_size='auto'; set it to that number",
-                    entry="stage-widths",
-                )
-        elif not isinstance(widths, list | tuple) or not widths or not all(map(is_count, widths)):
-            raise LayoutError(
-                f"stage_widths={widths!r}; use 'auto' or a list with the number of ranks of each stage, such as [3, 1]",
-                entry="stage-widths",
-            )
-        elif size not in ("auto", sum(widths)):
-            raise LayoutError(
-                f"stage_widths={list(widths)} needs {sum(widths)} pipeline ranks, and pipeline_parallel_size={size};"
-                f" leave pipeline_parallel_size out, or change the widths so that they sum to {size}",
-                entry="stage-widths",
-            )
-        if self.stages_per_rank > 1:
-            raise LayoutError(
-                f"stage_widths={widths!r} gives stages several ranks, and stages_per_rank={self.stages_per_rank}"
-                " gives ranks several stages; leave one of the two out",
-                entry="stage-widths",
-            )
-        widths = (1,) if isinstance(widths, str) else widths
-        make_schedule(self.schedule, sum(widths), 1, widths=widths)
-
-    def check_ranks(self, count: int) -> None:
-        """Check that stages of different widths fill so many ranks.
-
-        Raises:
-            LayoutError: They do not; names the nearest widths and numbers of devices that fit.
-        """
-        if self.stage_widths is None:
-            return
-        widths, sizes = list(self.stage_widths), self.mesh_sizes
-        others = math.prod(size for name, size in sizes.items() if name in _BESIDE_STAGES and isinstance(size, int))
-        needed, is_open = sum(widths) * others, sizes["data_parallel_size"] == "auto"
-        if count == needed or (is_open and count % needed == 0):
-            return
-        fewer = count // needed * needed if is_open else 0
-        advice = [f"devices={' or '.join(str(each) for each in (fewer, fewer + needed) if each)}"]
-        room, remainder = divmod(count, others)
-        fitting = [each for each in range(len(widths), room + 1) if room % each == 0 and (is_open or each == room)]
-        if fitting and not remainder:
-            advice.insert(0, f"stage_widths={nearest_widths(widths, min(fitting, key=lambda n: abs(n - sum(widths))))}")
-        raise LayoutError(
-            f"stage_widths={widths} needs {'a multiple of ' if is_open else ''}{needed} ranks, but the world has"
-            f" {count}; set {', or '.join(advice)}",
-            entry="stage-widths",
-        )
 
     def _check_spatial(self) -> None:
         given = {**self.sizes, "compile": self.compile}
