@@ -44,3 +44,11 @@ def with_widths(name: str, widths: Sequence[int], num_microbatches: int) -> Sche
             row = alternated(forwards, [Action(Kind.B, stage, m) for m in mine], warmup)
             rows.append((*row, Action(Kind.REDUCE, stage, number - len(ranks))))
     return Schedule(name, sum(widths), 1, num_microbatches, tuple(rows), widths=tuple(widths))
+
+
+def nearest_widths(widths: Sequence[int], ranks: int) -> list[int]:
+    """Widths for stages of about the same shares of so many ranks, at least one each."""
+    found = [1] * len(widths)
+    for _ in range(ranks - len(widths)):
+        found[max(range(len(widths)), key=lambda stage: widths[stage] / found[stage])] += 1
+    return found

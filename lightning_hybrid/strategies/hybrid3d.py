@@ -35,6 +35,7 @@ from lightning_hybrid.strategies.options.options import MicrobatchWeight, Option
 from lightning_hybrid.strategies.private_names import check_private_names
 from lightning_hybrid.strategies.start.callbacks import check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
+from lightning_hybrid.strategies.world.traces import shortening
 from lightning_hybrid.techniques.technique import Technique
 
 check_private_names()
@@ -180,8 +181,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         **foreign: Unpack[ForeignKeywords],
     ) -> None:
         arguments = dict(locals())
-        refuse_foreign(foreign, OPTION_DEFAULTS)
-        super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
+        with shortening():
+            refuse_foreign(foreign, OPTION_DEFAULTS)
+            super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._lifecycle: RunLifecycle | None = None
         self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs
 
@@ -236,8 +238,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         if self.options.asks_for_plan or needs_runner(self.options, self.layout):
             HybridPrecision.of(self.precision_plugin)  # refuses plugins that several ranks cannot run
         super().setup_environment()
-        module = self.lightning_module
-        if module is None:
+        if (module := self.lightning_module) is None:
             return
         is_recorded = needs_runner(self.options, self.layout)
         self._lifecycle = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
+from lightning_hybrid.strategies.options.widths import check_widths
 from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
@@ -128,7 +130,10 @@ class Options:
         check_recompute(self.recompute)
         self._check_techniques()
         if self.schedule not in SCHEDULE_NAMES:
-            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
+            near = difflib.get_close_matches(str(self.schedule), SCHEDULE_NAMES, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            names = ", ".join(SCHEDULE_NAMES)
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {names}{meant}")
         if self.num_microbatches != "auto" and not is_count(self.num_microbatches):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
         if self.microbatch not in (None, "auto"):
@@ -146,7 +151,7 @@ class Options:
             )
         # Refuses what the schedule cannot be with any number of ranks.
         make_schedule(self.schedule, 1, 1, self.stages_per_rank, max_in_flight=limit)
-        self._check_widths()
+        check_widths(self)
         cuts = self.pipeline_cuts
         if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
             raise TypeError(
@@ -194,37 +199,6 @@ class Options:
                 f" tensor_parallel_size={tensor!r}; set tensor_parallel_size=2 or more, or context_parallel_size to"
                 " shard sequences alone"
             )
-
-    def _check_widths(self) -> None:
-        widths, size = self.stage_widths, self.sizes["pipeline_parallel_size"]
-        if widths is None:
-            return
-        if widths == "auto":
-            if size == "auto" and not self.asks_for_plan:
-                raise LayoutError(
-                    "stage_widths='auto' chooses the widths of stages for a number of pipeline ranks, and"
-                    " pipeline_parallel_size='auto'; set it to that number",
-                    entry="stage-widths",
-                )
-        elif not isinstance(widths, list | tuple) or not widths or not all(map(is_count, widths)):
-            raise LayoutError(
-                f"stage_widths={widths!r}; use 'auto' or a list with the number of ranks of each stage, such as [3, 1]",
-                entry="stage-widths",
-            )
-        elif size not in ("auto", sum(widths)):
-            raise LayoutError(
-                f"stage_widths={list(widths)} needs {sum(widths)} pipeline ranks, and pipeline_parallel_size={size};"
-                f" leave pipeline_parallel_size out, or change the widths so that they sum to {size}",
-                entry="stage-widths",
-            )
-        if self.stages_per_rank > 1:
-            raise LayoutError(
-                f"stage_widths={widths!r} gives stages several ranks, and stages_per_rank={self.stages_per_rank}"
-                " gives ranks several stages; leave one of the two out",
-                entry="stage-widths",
-            )
-        widths = (1,) if isinstance(widths, str) else widths
-        make_schedule(self.schedule, sum(widths), 1, widths=widths)
 
     def _check_spatial(self) -> None:
         given = {**self.sizes, "compile": self.compile}

@@ -73,10 +73,11 @@ def _check_cuts(options: Options, module: LightningModule) -> None:
     """Look for the modules, or parameters, that stages begin with; some modules are built on the ranks alone."""
     if is_overridden("configure_model", module):
         return
-    known = [name for name, _ in (*module.named_modules(), *module.named_parameters())]
+    layers = [name for name, each in module.named_modules() if name and any(True for _ in each.parameters())]
+    known = {name for name, _ in (*module.named_modules(), *module.named_parameters())}
     for cut in options.pipeline_cuts or ():
         if cut not in known:
-            near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
+            near = difflib.get_close_matches(cut, layers, n=3, cutoff=0.0)
             raise UnfitError(
                 f"pipeline_cuts names {cut!r}, but {type(module).__name__} has no module of that name; nearest: {near}",
                 entry="cuts-name",

@@ -26,7 +26,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_hybrid.errors import add_error_note
 from lightning_hybrid.mesh import is_lost_connection
-from lightning_hybrid.strategies.world.traces import shorten, trim
+from lightning_hybrid.strategies.world.traces import shorten, shortening, trim
 
 # The results that Lightning's own launcher returns are the weights, `callback_metrics`, and one `best_model_path`.
 _METRICS = ("logged_metrics", "progress_bar_metrics")
@@ -61,13 +61,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             RuntimeError: The program is no file that could be started again.
         """
         self.strategy.check_before_ranks(function, *args, **kwargs)
+        with shortening():
+            self._check_script()
+        return super().launch(function, *args, **kwargs)
+
+    def _check_script(self) -> None:
         if not self.cluster_environment.creates_processes_externally and sys.argv[0] in ("-", "-c", ""):
             raise RuntimeError(
                 f"{self.num_processes} devices: each rank starts the script again, but this program came from"
                 f" {'python -c' if sys.argv[0] == '-c' else 'standard input'}; save it as a .py file, or set"
                 " Hybrid3DStrategy(..., start_method='fork')"
             )
-        return super().launch(function, *args, **kwargs)
 
     def _call_children_scripts(self) -> None:
         # Else ranks that lose the store print frames of its C++ code, above the line that says which rank has died.

@@ -38,13 +38,14 @@ from lightning_hybrid.strategies.options.auto_sizes import (
     plan_options,
 )
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.options.widths import check_ranks
 from lightning_hybrid.strategies.world.before_ranks import check_call
 from lightning_hybrid.strategies.world.failures import check_connections
 from lightning_hybrid.strategies.world.interface import name_interface
 from lightning_hybrid.strategies.world.launchers import ForkedRanksLauncher, ScriptLauncher
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
-from lightning_hybrid.strategies.world.traces import shorten
+from lightning_hybrid.strategies.world.traces import shorten, shortening
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -149,6 +150,7 @@ class RankedStrategy(ParallelStrategy):
     def _resolve_layout(self) -> ParallelLayout:
         if not self.num_processes:
             raise RuntimeError("the layout depends on the number of devices; read it once a Trainer has this strategy")
+        check_ranks(self.options, self._num_ranks)
         return ParallelLayout.resolve(self._num_ranks, **self.options.mesh_sizes)  # type: ignore[arg-type]
 
     @property
@@ -242,7 +244,7 @@ class RankedStrategy(ParallelStrategy):
 
     def check_before_ranks(self, function: Any, *args: Any, **kwargs: Any) -> None:
         """Check sizes, precision, and the method of the Trainer that ranks are about to be started for."""
-        try:
+        with shortening():
             # A process that has asked a GPU for its arithmetic cannot fork ranks that use it.
             if self.options.start_method == "popen" or self.root_device.type == "cpu":
                 self._check_precision(kwargs.get("trainer"))
@@ -251,9 +253,6 @@ class RankedStrategy(ParallelStrategy):
                 if "trainer" in kwargs and kwargs["trainer"].state.fn == "fit":
                     self.options.check_replicas(layout)
             check_call(self.options, function, *args, **kwargs)
-        except Exception as error:
-            shorten(error)
-            raise
 
     def _check_precision(self, trainer: pl.Trainer | None) -> None:
         precision = getattr(self.precision_plugin, "precision", "")
@@ -344,7 +343,9 @@ class RankedStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks."""
         super().on_exception(exception)
-        if self._world is not None:
+        if self._world is None:
+            shorten(exception)
+        else:
             self._world.report(exception)
 
     def close_world(self, *, moves_module: bool) -> None:

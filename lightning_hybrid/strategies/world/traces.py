@@ -39,6 +39,16 @@ def shorten(error: BaseException, line: str = "", *, seconds: float = 0) -> None
         sys.excepthook = Shortening(sys.excepthook)
 
 
+@contextlib.contextmanager
+def shortening() -> Iterator[None]:
+    """Let Python print errors from inside, which nothing catches, by frames of the user's code."""
+    try:
+        yield
+    except Exception as error:
+        shorten(error)
+        raise
+
+
 class Shortening:
     """Prints errors as the hook ``before`` does, but briefly if `shorten` was called with them; keeps none alive."""
 
@@ -61,7 +71,7 @@ def trim(error: BaseException) -> BaseException:
     """Leave only frames of the user's code in an error's traceback, and the last frame if it is another library's."""
     frames = list(_frames(error.__traceback__))
     if frames and not _is_unexpected(frames[-1]):
-        kept = [each for each in frames if not _file(each).startswith(_LIBRARIES)]
+        kept = [each for each in frames if not _is_of_library(each)]
         if frames[-1] not in kept and not _file(frames[-1]).startswith(_OWN):
             kept.append(frames[-1])
         trace = None
@@ -77,6 +87,11 @@ def _is_unexpected(last: TracebackType) -> bool:
     """Whether an error comes from this package, and neither on purpose nor from an operation of the user."""
     line = linecache.getline(_file(last), last.tb_lineno)
     return _file(last).startswith(_OWN) and not (line.lstrip().startswith("raise") or "func(" in line)
+
+
+def _is_of_library(frame: TracebackType) -> bool:
+    is_program = _file(frame) == "<string>" and frame.tb_frame.f_globals.get("__name__") == "__main__"  # python -c
+    return _file(frame).startswith(_LIBRARIES) and not is_program
 
 
 def _frames(frames: TracebackType | None) -> Iterator[TracebackType]:

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from harness.launched_jobs import TESTS, run, start, torchrun
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.errors import HybridError
+from lightning_hybrid.errors import HybridError, LayoutError
 from models.tiny import Tiny, loader
 
 FIT = """
@@ -166,6 +166,7 @@ def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
     ("devices", "options", "words"),
     [
         (3, {}, "2 ranks but the world has 3; set pipeline_parallel_size=1 or 3, or devices=2 or 4"),
+        (2, {"pipeline_cuts": ["nosuch"]}, r"nearest: \['layers', 'layers.\d', 'layers.\d'\]"),
         (2, {"pipeline_cuts": ["layer.3"]}, "'layer.3', but Tiny has no module of that name; nearest: .'layers.3'"),
         (
             2,
@@ -188,6 +189,21 @@ def test_what_would_end_all_ranks_is_found_before_they_start(devices, options, w
     with pytest.raises(HybridError, match=words):
         trainer.fit(Tiny(), loader(4))
     assert not trainer.strategy.launcher.procs
+
+
+@pytest.mark.parametrize(
+    ("devices", "widths", "advice"),
+    [
+        (3, [3, 1], "[2, 1], or devices=4"),
+        (6, [3, 1], "[2, 1], or devices=4 or 8"),
+        (5, [2, 2, 2], "[2, 2, 1], or "),
+    ],
+)
+def test_widths_that_do_not_fill_the_devices_name_others(devices, widths, advice):
+    strategy = Hybrid3DStrategy(stage_widths=widths)
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(LayoutError, match=re.escape(f"but the world has {devices}; set stage_widths={advice}")):
+        trainer.fit(Tiny(), loader(4))
 
 
 def test_notebook_is_refused(monkeypatch):

@@ -128,3 +128,36 @@ def test_errors_of_intercepted_operations_show_the_call():
 def test_unexpected_errors_of_the_package_show_all_frames():
     found = frames_of(lambda: ParallelLayout(pipeline_parallel_size=2).data_rank("1"))
     assert found[-1] == "layout.py"
+
+
+ONE_PROCESS = """
+import sys
+from lightning.pytorch import Trainer
+import lightning_hybrid
+from models.tiny import Tiny, loader
+
+class Model(Tiny):
+    def training_step(self, batch, batch_idx):
+        raise ZeroDivisionError("on purpose")
+
+strategy = lightning_hybrid.Hybrid3DStrategy({options})
+trainer = Trainer(accelerator="cpu", devices={devices}, max_epochs=1, logger=False, enable_checkpointing=False,
+                  strategy=strategy, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Model(), loader(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "words"),
+    [
+        ("", 1, "ZeroDivisionError: on purpose"),
+        ("stage_widths=[3, 1]", 1, "needs a multiple of 4 ranks, but the world has 1; set devices=4"),
+        ("schedule='1f2b'", 1, "zero_bubble_searched; did you mean '1f1b'?"),
+        ("", 2, "this program came from python -c"),
+    ],
+    ids=["step", "sizes", "option", "no-file"],
+)
+def test_errors_of_one_process_have_frames_of_the_user(options, devices, words):
+    code, output, _ = run([sys.executable, "-c", ONE_PROCESS.format(options=options, devices=devices)])
+    assert code != 0 and words in output
+    assert files_in(output) == {"<string>"} and output.count('File "') <= 2, output
