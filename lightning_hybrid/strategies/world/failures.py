@@ -49,7 +49,7 @@ class NoFailures:
         return self
 
     def report(self, error: BaseException) -> None:
-        """Let the error be printed as those of several ranks are."""
+        """Let the error be printed as with several ranks."""
         shorten(error)
 
     def passes(self, *_: Any, **__: Any) -> None:
