@@ -2,6 +2,7 @@
 
 Convolutions, BatchNorm and skip connections are partitioned like anything else; torchmetrics count each sample once.
 
+    pip install -c constraints.txt '.[examples]'        scikit-learn
     python examples/digits.py
     python examples/digits.py --pipeline 1
 """

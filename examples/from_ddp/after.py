@@ -15,29 +15,37 @@ from lightning_hybrid import Hybrid3DStrategy
 class Classifier(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
-        self.head = nn.Linear(64, 10)
+        layers = []
+        for inputs, stride in ((1, 1), (16, 2), (16, 2)):
+            layers += [nn.Conv2d(inputs, 16, 3, stride, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Flatten())
+        self.head = nn.Linear(16 * 16, 10)
 
-    def forward(self, x):
-        return self.head(self.layers(x))
+    def forward(self, images):
+        return self.head(self.layers(images))
 
     def training_step(self, batch, batch_idx):
-        x, label = batch
-        loss = F.cross_entropy(self(x), label)
+        images, label = batch
+        loss = F.cross_entropy(self(images), label)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        x, label = batch
-        self.log("val_loss", F.cross_entropy(self(x), label), prog_bar=True, sync_dist=True)
+        images, label = batch
+        self.log("val_loss", F.cross_entropy(self(images), label), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(self.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def loader(seed, samples, **options):
-    x = torch.randn(samples, 64, generator=torch.Generator().manual_seed(seed))
-    return DataLoader(TensorDataset(x, x[:, :10].argmax(1)), batch_size=32, **options)
+    """Noisy images with a bright row, whose number is the class."""
+    random = torch.Generator().manual_seed(seed)
+    images, label = torch.randn(samples, 1, 16, 16, generator=random), torch.randint(10, (samples,), generator=random)
+    images[torch.arange(samples), 0, label + 3] += 1
+    return DataLoader(TensorDataset(images, label), batch_size=32, **options)
 
 
 if __name__ == "__main__":

@@ -289,12 +289,14 @@ class PipelineTimeline(Callback):
 
     def _log(self, trainer: Trainer, measured: MeasuredStep, step: int, written: str) -> None:
         if measured.bubbles is None or measured.seconds is None:
-            rank_zero_info(f"step {step}: {1000 * measured.timeline.makespan_seconds:.0f} ms measured; {written}")
+            rank_zero_info(
+                f"step {step}: {1000 * measured.timeline.makespan_seconds:.0f} ms after its input; {written}"
+            )
             return
         (bubble, bound), (seconds, bound_seconds) = measured.bubbles, measured.seconds
         line = (
-            f"step {step}: idle {bubble:.1%} measured, {bound:.1%} by the schedule ({1000 * seconds:.0f} ms measured,"
-            f" {1000 * bound_seconds:.0f} ms by the schedule); {written}"
+            f"step {step}: idle {bubble:.1%} measured, {bound:.1%} by the schedule (its forwards and backwards:"
+            f" {1000 * seconds:.0f} ms measured, {1000 * bound_seconds:.0f} ms by the schedule); {written}"
         )
         rank_zero_info(wrapped(line))
         pictures.log_metrics(trainer, {"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step)

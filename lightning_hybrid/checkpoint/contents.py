@@ -60,15 +60,18 @@ def table(content: Mapping[str, Any]) -> str:
     return "\n".join([*head, "", *lines])
 
 
-def describe_layout(axes: Mapping[str, int]) -> str:
-    """The sizes above 1 of the axes of ranks, and the stage of ZeRO, by the options of the strategy that set them."""
+def describe_layout(axes: Mapping[str, Any]) -> str:
+    """The sizes, widths of stages and the stage of ZeRO, by the options that set them, without defaults."""
     sizes = {
         SIZE_OPTIONS.get(axis, axis): size for axis, size in axes.items() if axis not in ("dp_replicate", "dp_shard")
     }
-    shards = axes.get("dp_shard", 1)
-    sizes |= {"data_parallel_size": axes.get("dp_replicate", 1) * shards, "shard_size": shards}
-    zero = sizes.pop("zero_stage", 0)
-    shown = {option: size for option, size in sizes.items() if size > 1} | ({"zero_stage": zero} if zero else {})
+    shards, copies, zero = axes.get("dp_shard", 1), axes.get("dp_replicate", 1), sizes.pop("zero_stage", 0)
+    sizes |= {"data_parallel_size": copies * shards}
+    if not zero or copies > 1:  # all replicas by default
+        sizes["shard_size"] = shards
+    shown = {option: size for option, size in sizes.items() if size not in (0, 1)} | (
+        {"zero_stage": zero} if zero else {}
+    )
     return ", ".join(f"{option}={size}" for option, size in shown.items()) or "one process"
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from lightning_hybrid.cli.command import OK, UsageError, add_command, print_json
 
+_LEAST_QUOTED = 10  # characters: shorter quotes are in messages of others
 _EXAMPLE = """example:
   lightning-hybrid explain-error world-size
+  lightning-hybrid explain-error "ValueError: Tried to step 9 times. The specified number of total steps is 8"
 
 exit status: 0 ok; 2 there is no such entry"""
 
@@ -45,14 +47,28 @@ def find(wanted: str) -> dict[str, str]:
     Raises:
         UsageError: There is none; names the nearest.
     """
-    entries = _entries((Path(__file__).parents[1] / "errors.md").read_text(encoding="utf-8"))
+    page = (Path(__file__).parents[1] / "errors.md").read_text(encoding="utf-8")
+    entries = _entries(page)
     name = wanted.rpartition("#")[2]
     found = {name: entries[name]} if name in entries else {}
     found = found or {name: text for name, text in entries.items() if wanted.lower() in text.lower()}
+    found = found or {name: entries[name] for name in _quoted_in(page, wanted)}
     if not found:
         near = difflib.get_close_matches(name, entries, n=5, cutoff=0.4)
         raise UsageError(f"no error is named {wanted!r}{'; the nearest are ' if near else ''}{', '.join(near)}")
     return found
+
+
+def _quoted_in(page: str, message: str) -> list[str]:
+    """Return the entries that quote the most of a whole message, with its names and numbers where they have gaps."""
+    sizes: dict[str, int] = {}
+    for name, quotes in re.findall(r'^- <a id="([\w-]+)"></a>(.+?) \([^()]+\): ', page, re.MULTILINE):
+        for quote in re.findall(r"`([^`]+)`", quotes):
+            parts = [part for part in quote.split("...") if part.strip()]
+            size = sum(map(len, parts))
+            if size >= _LEAST_QUOTED and re.search(".*?".join(map(re.escape, parts)), message, re.DOTALL):
+                sizes[name] = max(size, sizes.get(name, 0))
+    return [name for name, size in sizes.items() if size == max(sizes.values())]
 
 
 def _entries(page: str) -> dict[str, str]:

@@ -127,7 +127,9 @@ def check_names(text: str, tensor_plan: list[str] | None) -> None:
             given, own = parse_layout(text, tensor_plan or ()).strategy, _option_names()
             refuse_foreign({name: value for name, value in given.items() if name not in own}, own)
     except TypeError as error:
-        raise UsageError(f"--layout {text!r}: {error}; short names are dp, tp, pp, cp, ep, stages, m, zero") from error
+        raise UsageError(
+            f"--layout {text!r}: {error}; short names are dp, tp, pp, cp, ep, spatial, stages, m, zero"
+        ) from error
 
 
 def _option_names() -> list[str]:

@@ -244,7 +244,7 @@ def _planned(parsed: argparse.Namespace, request: _Request, progress: Progress) 
     allowed = Allowed(chunked_loss=True)
     if precision == FLOAT8:
         number_format = _in_float8(number_format, request.hardware)
-        allowed = Allowed(chunked_loss=True, tensor=False, context=False, expert=False)
+        allowed = Allowed(chunked_loss=True, tensor=False, context=False, spatial=False, expert=False)
     if request.measured is not None:
         costs = corrected_by(costs, number_format, request.hardware, request.measured, str(parsed.measured))
     for flag, fields in (("--fix", request.fixed), ("--why", fixed_fields(request.explained or {}))):

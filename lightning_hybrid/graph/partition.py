@@ -131,20 +131,28 @@ def owner_stages(
     Raises:
         PartitionError: More stages than units, an unknown cut, or cuts in another order than the step runs.
     """
+    if cuts is not None:
+        return owners_from(graph, cut_at(graph, num_stages, cuts))
+    starts, first_use = _elements(graph, _updates(graph))
+    if num_stages > len(starts):
+        reads = first_use if len(starts) > 1 else ()
+        text = _too_few(graph, starts, num_ranks, num_stages // num_ranks)
+        raise UnfitError(text, entry="too-many-stages", reads=reads)
+    begins = [0, *starts[1:]]
+    return owners_from(graph, [begins[i] for i in balance(costs_between(graph, begins), num_stages, widths)])
+
+
+def costs_between(graph: StepGraph, begins: Sequence[int]) -> list[float]:
+    """The cost of the nodes from each of ``begins`` to the next, the last to the end."""
+    ends = [*begins[1:], len(graph.nodes)]
+    return [sum(node_cost(node, graph) for node in graph.nodes[a:b]) for a, b in zip(begins, ends, strict=True)]
+
+
+def owners_from(graph: StepGraph, begins: Sequence[int]) -> dict[str, int]:
+    """The owner stage of each parameter, where stages begin at these nodes."""
     updates = _updates(graph)
-    starts, first_use = _elements(graph, updates)
-    if cuts is None:
-        if num_stages > len(starts):
-            reads = first_use if len(starts) > 1 else ()
-            text = _too_few(graph, starts, num_ranks, num_stages // num_ranks)
-            raise UnfitError(text, entry="too-many-stages", reads=reads)
-        bounds = [*starts[1:], len(graph.nodes)]
-        begin = [0, *starts[1:]]
-        costs = [sum(node_cost(node, graph) for node in graph.nodes[a:b]) for a, b in zip(begin, bounds, strict=True)]
-        first_nodes = [begin[i] for i in balance(costs, num_stages, widths)]
-    else:
-        first_nodes = _cut_at(graph, num_stages, cuts, updates)
-    homes = {name: bisect.bisect_right(first_nodes, node) - 1 for name, node in first_use.items()}
+    _, first_use = _elements(graph, updates)
+    homes = {name: bisect.bisect_right(begins, node) - 1 for name, node in first_use.items()}
     return _tie_written(graph, homes, updates)
 
 
@@ -286,6 +294,7 @@ def _too_few(graph: StepGraph, starts: Sequence[int], num_ranks: int, stages_per
     else:  # what divides it divides the number of devices
         fitting = ", ".join(str(size) for size in range(count, 1, -1) if num_ranks % size == 0)
         remedy = f"set pipeline_parallel_size={fitting} or 1" if fitting else "set pipeline_parallel_size=1"
+        remedy += f", or {count} with devices={count}, {2 * count}, ..." if num_ranks % count else ""
     if stages_per_rank > 1:
         sizes += f" * stages_per_rank={stages_per_rank}"
     return (
@@ -327,7 +336,9 @@ def _uses_first(graph: StepGraph, updates: Collection[int]) -> list[Node]:
     return sorted(graph.nodes, key=lambda node: (node.index in updates, node.index))
 
 
-def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Collection[int]) -> list[int]:
+def cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str]) -> list[int]:
+    """The nodes at which the stages begin, by the FQNs of ``cuts``."""
+    updates = _updates(graph)
     if len(cuts) != num_stages - 1:
         raise UnfitError(
             f"pipeline_cuts has {len(cuts)} entries but {num_stages} stages need {num_stages - 1}:"

@@ -125,7 +125,7 @@ class MicrobatchRunner(ABC):
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""
-        count = choose_count(batch, self._num_microbatches, self.plan.num_stages, self.splitter)
+        count = choose_count(batch, self._num_microbatches, self.plan.most_stages, self.splitter)
         size = batch_size_of(batch)
         if size is None or self.splitter is not None:
             return count

@@ -26,7 +26,7 @@ from lightning_hybrid.planning.costs import (
 )
 from lightning_hybrid.predict.costs.module import PROOF, ROUTING_PROOF, costs_from_parameters
 from lightning_hybrid.predict.hardware import Hardware, load_hardware, preset_names
-from lightning_hybrid.predict.layout import PlanLayout, fixed_fields, number_format_of, strategy_options
+from lightning_hybrid.predict.layout import Allowed, PlanLayout, fixed_fields, number_format_of, strategy_options
 from lightning_hybrid.predict.measured import corrected
 from lightning_hybrid.predict.plans import Plan, SearchResult
 from lightning_hybrid.predict.report import PlannedRun, ranked_lines
@@ -77,6 +77,8 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> tuple[di
         options.pop("num_microbatches", None)
         size = layout.microbatch
         rank_zero_info(f"hybrid3d: the largest batch of a replica that is computed at a time has {size} samples")
+    if strategy.options.stage_widths == "auto":
+        options["stage_widths"] = list(layout.widths) or None
     options = {**sizes, **options}
     _log(trainer, run, options)
     return options, run.result.best
@@ -161,6 +163,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
         is_replica_batch=True,
         objective=options.objective or "throughput",
         fixed=fixed,
+        allowed=Allowed(widths=options.stage_widths == "auto", spatial=False),
     )
     return PlannedRun(result, costs, number_format, hardware, devices, num_nodes, number_format.name)
 

@@ -20,8 +20,9 @@ from lightning_hybrid.experts.parallel.costs import ExpertCosts
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.params.placement import Replicated
+from lightning_hybrid.planning.maps import ReadMaps
 from lightning_hybrid.planning.plan import PlanRequest, RunPlan, make_plan
-from lightning_hybrid.predict.costs.layers import ModelCosts, Routing
+from lightning_hybrid.predict.costs.layers import FeatureMap, ModelCosts, Routing
 from lightning_hybrid.predict.costs.module import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.predict.layout import NumberFormat, number_format_of
 from lightning_hybrid.run.description.recording import record_in_one_stage
@@ -54,12 +55,14 @@ class _LayerRecording:
         part_of: The layer of each module inside of an opened ``nn.Sequential``.
         routings: Experts of each unit.
         heads: Of attention.
+        maps: What convolutions and norms of each unit read.
     """
 
     def __init__(self) -> None:
         self.part_of: dict[str, str] = {}
         self.routings: Mapping[str, Sequence[Routing]] = {}
         self.heads = AttentionHeads()
+        self.maps: Mapping[str, Sequence[FeatureMap]] = {}
 
     def __call__(self, run: Run, failures: list[Exception]) -> Assignment | None:
         """Record the step, and again where members of lists turn out to be experts: these are inside of layers."""
@@ -76,18 +79,19 @@ class _LayerRecording:
         self, run: Run, failures: list[Exception], costs: ExpertCosts, lists: Collection[nn.Module] = ()
     ) -> Assignment | None:
         units: dict[str, nn.Module] = {}
+        maps = ReadMaps()
 
         @contextlib.contextmanager
         def watching(recorded: Mapping[str, nn.Module]) -> Iterator[None]:
             units.clear()
             units.update(recorded)
-            with costs.watching(recorded):
+            with costs.watching(recorded), maps.watching(recorded):
                 yield
 
         layers, self.part_of = _layers(run.setting.module, lists)
         with self.heads:
             recorded = record_in_one_stage(run, run.randomness, layers, failures, watching)
-        self.routings = costs.sets(units)
+        self.routings, self.maps = costs.sets(units), maps.sets(units)
         return recorded
 
 
@@ -165,6 +169,7 @@ def record_costs(
             routings=recording.routings,
             heads=recording.heads.common_numbers(samples),
             sharded=sharded,
+            maps=recording.maps,
         )
     costs = dataclasses.replace(costs, sample_elements=plan.sample_elements)
     return RecordedCosts(with_limits_of(module, costs, no_stages), number_format, samples)
@@ -180,8 +185,6 @@ def with_limits_of(module: nn.Module, costs: ModelCosts, no_stages: str) -> Mode
     if no_stages:
         note = f"no plan has pipeline ranks or microbatches: {no_stages}"
         costs = dataclasses.replace(costs, why_no_stages=no_stages, notes=(*costs.notes, note))
-    convolutions = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    costs = dataclasses.replace(costs, has_images=any(isinstance(each, convolutions) for each in module.modules()))
     norms = batch_norms_in_training(module)
     if not norms:
         return costs

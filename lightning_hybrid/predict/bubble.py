@@ -43,9 +43,11 @@ class _Program(NamedTuple):
     before: tuple[tuple[int, ...], ...]  # for each action, the actions that it waits for, that of its rank included
 
 
-def program_seconds(name: str, num_ranks: int, num_microbatches: int, stages: Sequence[StageSeconds]) -> float:
+def program_seconds(
+    name: str, num_ranks: int, num_microbatches: int, stages: Sequence[StageSeconds], widths: tuple[int, ...] = ()
+) -> float:
     """Return the time from the first start to the last end over all ranks; stages are in order, messages at no cost."""
-    program = _program(name, num_ranks, num_microbatches, len(stages) // num_ranks)
+    program = _program(name, num_ranks, num_microbatches, 1 if widths else len(stages) // num_ranks, widths)
     seconds = [part for each in stages for part in (*each, each.inputs + each.weights, 0.0)]
     ends: list[float] = []
     for cost, before in zip(program.costs, program.before, strict=True):
@@ -58,8 +60,10 @@ def program_seconds(name: str, num_ranks: int, num_microbatches: int, stages: Se
 
 
 @functools.lru_cache(maxsize=256)
-def _program(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> _Program:
-    schedule = make_schedule(name, num_ranks, num_microbatches, stages_per_rank)
+def _program(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, widths: tuple[int, ...] = ()
+) -> _Program:
+    schedule = make_schedule(name, num_ranks, num_microbatches, stages_per_rank, widths=widths)
     portals = chain(schedule.num_stages)
     waited_for = prerequisites(schedule, portals)
     for row in schedule.actions:
@@ -102,6 +106,20 @@ def bubble_seconds(schedule: str, num_microbatches: int, ranks: Sequence[Mapping
         each = max(each, (step - round_before) / len(few))
     waited = max(0.0, step - first * each) * others / (sum(busy[rank] for rank in chosen) - max(busy))
     return waited + num_microbatches * (each - max(busy))
+
+
+def seconds_of_widths(
+    schedule: str, num_microbatches: int, stages: Sequence[StageSeconds], widths: tuple[int, ...]
+) -> float:
+    """Return the time of the program of stages that several ranks hold.
+
+    Of many microbatches the first few rounds are simulated; each further one takes what the slowest stage takes, by the
+    number of its ranks.
+    """
+    first = min(num_microbatches, 2 * (_MOST_ROUNDS + 1) * len(stages) * max(widths))
+    slowest = max(stage.total / width for stage, width in zip(stages, widths, strict=True))
+    step = program_seconds(schedule, sum(widths), first, stages, widths)
+    return step + (num_microbatches - first) * slowest
 
 
 def _share_of_equal_stages(

@@ -10,13 +10,15 @@ from typing import Any, TypeVar
 
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.predict.costs.cut import best_widths
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import Allowed, PlanLayout, offloaded_beside
 
 Value = TypeVar("Value")
 _MICROBATCH_SIZES, _MOST_MICROBATCHES = 6, 512  # sizes that are all tried, and then each of twice the last
-_SHARE_DIVIDED = 0.8  # of the FLOPs of products with weights, which tensor ranks must divide
+_SHARE_DIVIDED = 0.8  # of the FLOPs of products with weights, which tensor ranks must divide; of activations, rows
+_SPATIAL_SIZES = (2, 4, 8)
 
 
 @lru_cache(maxsize=1024)
@@ -99,9 +101,19 @@ class Candidates:
                             yield layout
 
     def _context_sizes(self) -> list[int]:
+        if self.costs.most_rows:
+            sizes = [size for size in _SPATIAL_SIZES if self.ranks % size == 0 and self.shares_maps(size)]
+            return self._unless_fixed("context", [1, *(sizes if self.fixed.get("spatial", True) else [])])
         largest = self.costs.positions // self.allowed.positions_per_context_rank if self.allowed.context else 1
         sizes = [size for size in divisors(self.costs.positions) if size == 1 or size <= min(largest, 64)]
         return self._unless_fixed("context", [size for size in sizes if self.ranks % size == 0])
+
+    def shares_maps(self, ranks: int) -> bool:
+        """Whether ranks would share the rows of most feature maps, where none is read by attention."""
+        costs = self.costs
+        if not self.allowed.spatial or costs.heads or costs.is_sequence:
+            return False
+        return 1 - costs.map_share(ranks) >= _SHARE_DIVIDED * (1 - 1 / ranks)
 
     def _pipeline_sizes(self) -> list[int]:
         largest = self.most_stages if self.allowed.pipeline else 1
@@ -131,6 +143,7 @@ class Candidates:
             shard=shard,
             tensor=tensor,
             context=context,
+            spatial=context > 1 and "context" not in self.fixed and self.costs.most_rows > 0,
             batch=self.batch * (data if self.is_replica_batch else 1),
             expert=expert,
             zero_stage=stage,
@@ -157,6 +170,8 @@ class Candidates:
     def is_valid(self, layout: PlanLayout) -> bool:
         """Whether the sizes fit each other and the model."""
         if layout.replicate < 1 or layout.num_stages > self.most_stages:
+            return False
+        if layout.spatial and (layout.tensor > 1 or layout.expert > 1):
             return False
         try:
             ParallelLayout(
@@ -212,9 +227,11 @@ class Candidates:
             yield {"microbatch": size}
         if layout.pipeline > 1:
             for schedule in allowed.schedules:
-                yield {"schedule": schedule, "stages_per_rank": 1}
+                yield {"schedule": schedule, "stages_per_rank": 1, "widths": ()}
             for stages in range(2, allowed.largest_stages_per_rank + 1):
-                yield {"schedule": "1f1b", "stages_per_rank": stages}
+                yield {"schedule": "1f1b", "stages_per_rank": stages, "widths": ()}
+            if allowed.widths and (widths := self.widths(layout.pipeline)):
+                yield {"schedule": "1f1b", "stages_per_rank": 1, "widths": widths}
         for stage in allowed.zero_stages if layout.data > 1 else ():
             yield self._with_stage(layout, stage)
         if layout.zero_stage:
@@ -233,6 +250,17 @@ class Candidates:
             yield {"chunked_loss": not layout.chunked_loss}
         if allowed.offload:
             yield self._other_offload(layout)
+
+    @cached_property
+    def _known_widths(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def widths(self, pipeline: int) -> tuple[int, ...]:
+        """Return the widths of stages that are best for a number of pipeline ranks; empty where each has one."""
+        known = self._known_widths
+        if pipeline not in known:
+            known[pipeline] = best_widths(self.costs, pipeline)
+        return known[pipeline]
 
     def _with_stage(self, layout: PlanLayout, stage: int) -> dict[str, Any]:
         """The fields of another stage of ZeRO."""

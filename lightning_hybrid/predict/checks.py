@@ -11,7 +11,7 @@ from lightning_hybrid.predict.layout import LAYOUT_OPTIONS, OFFLOADABLE, SIZES, 
 from lightning_hybrid.schedule import SCHEDULE_NAMES
 from lightning_hybrid.schedule.generators import make_schedule, stages_of_each_rank
 
-_COUNTS = (*SIZES, "stages_per_rank", "num_microbatches", "shard_size")
+_COUNTS = (*SIZES, "spatial_parallel_size", "stages_per_rank", "num_microbatches", "shard_size")
 _FLAGS = ("sequence_parallel", "reshard_after_forward", "chunked_loss")
 _COUNT = "a whole number of 1 or more"
 
@@ -31,9 +31,29 @@ def check_options(options: Mapping[str, Any]) -> None:
     for kind, least in (("parameters", 3), ("gradients", 1)):
         if isinstance(offload, Mapping) and kind in offload and isinstance(zero, int) and zero < least:
             raise ValueError(f"zero={zero}: {kind} are on the host where replicas shard them; use {least} or more")
+    _check_widths(options)
+    _check_spatial(options)
     schedule, stages = options.get("schedule"), options.get("stages_per_rank")
     if schedule in SCHEDULE_NAMES and isinstance(stages, int):
         make_schedule(schedule, 1, 1, stages)  # refuses a number of stages that the schedule never has
+
+
+def _check_spatial(options: Mapping[str, Any]) -> None:
+    ranks = options.get("spatial_parallel_size")
+    for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"):
+        size = options.get(name)
+        if isinstance(ranks, int) and isinstance(size, int) and min(ranks, size) > 1:
+            raise ValueError(f"spatial={ranks}: layers under {LAYOUT_OPTIONS[name]}={size} would gather the images")
+
+
+def _check_widths(options: Mapping[str, Any]) -> None:
+    widths, stages = options.get("stage_widths"), options.get("stages_per_rank")
+    if not isinstance(widths, list):
+        return
+    if isinstance(stages, int) and stages > 1:
+        raise ValueError(f"stage_widths={spelled_value(widths)}: ranks have one stage each; leave stages={stages} out")
+    if (schedule := options.get("schedule", "1f1b")) in SCHEDULE_NAMES:
+        make_schedule(schedule, sum(widths), 1, widths=widths)  # refuses one that ranks of a stage cannot run
 
 
 def _wanted(name: str, value: Any) -> str:
@@ -43,6 +63,9 @@ def _wanted(name: str, value: Any) -> str:
     if name in _FLAGS:
         is_number = name == "chunked_loss" and is_count(value) and value > 1
         return "" if isinstance(value, bool) or is_number else "true or false"
+    if name == "stage_widths":
+        is_list = isinstance(value, list) and bool(value) and all(map(is_count, value))
+        return "" if is_list else "the ranks of each stage, such as 3+1"
     if name == "schedule":
         return "" if value in SCHEDULE_NAMES else f"one of {', '.join(SCHEDULE_NAMES)}"
     if name == "zero_stage":
@@ -75,9 +98,14 @@ def misfits(costs: ModelCosts, fields: Mapping[str, Any], ranks: int) -> Iterato
         yield f"ep={expert} does not divide the model's {costs.routes} experts"
     if expert > 1 and not costs.routes and costs.is_traced:
         yield f"ep={expert}: the model has no experts"
-    if costs.positions % context:
+    if fields.get("spatial") and costs.most_rows < context:
+        yield f"spatial={context}: the largest feature map of a convolution has {costs.most_rows} rows"
+    elif costs.positions % context and not fields.get("spatial"):
         yield f"cp={context} does not divide the {costs.positions:,} positions of a sample"
-    stages = pipeline * stages_of_each_rank(fields.get("schedule", "1f1b"), fields.get("stages_per_rank", 1))
+    widths = fields.get("widths", ())
+    stages = len(widths) or pipeline * stages_of_each_rank(
+        fields.get("schedule", "1f1b"), fields.get("stages_per_rank", 1)
+    )
     if stages > max(1, costs.num_layers):
         yield f"{stages} stages are more than the model's {costs.num_layers} units"
     if ranks % fields.get("shard", 1):

@@ -41,6 +41,7 @@ def techniques_of(layout: PlanLayout) -> Iterator[str]:
     if layout.data > 1:
         yield f"ZeRO-{layout.zero_stage}" if layout.zero_stage == 3 else "replicas"
     names = {"pipeline": "stages", "tensor": "tensor ranks", "context": "context ranks", "expert": "expert ranks"}
+    names |= {"context": "spatial ranks"} if layout.spatial else {}
     yield from (name for field, name in names.items() if layout.fields[field] > 1)
     if layout.offload:
         yield "offload"

@@ -65,6 +65,18 @@ def _no_context(candidates: Candidates) -> str:
     return f"no number of ranks divides {positions} positions and {candidates.ranks} devices"
 
 
+def _no_spatial(candidates: Candidates) -> str:
+    """Nothing of a model without feature maps."""
+    costs, fixed = candidates.costs, candidates.fixed
+    if not costs.most_rows or not candidates.allowed.spatial:
+        return ""
+    if "spatial" in fixed or "context" in fixed:
+        return "spatial_parallel_size=1 is set" if "spatial" in fixed else _ruled_out(candidates, "context")
+    if candidates.shares_maps(2):
+        return f"no number of ranks divides {candidates.ranks} devices"
+    return f"two ranks would share {2 * (1 - costs.map_share(2)):.0%} of the activations, as rows of feature maps"
+
+
 def _no_routed(candidates: Candidates) -> str:
     return _ruled_out(candidates, "expert") or candidates.why_no_routed_ranks
 
@@ -88,10 +100,12 @@ def _families(node: int) -> list[Family]:
         Family("no tensor ranks", lambda plan: plan.tensor == 1, _no_tensor),
         Family("pipeline ranks", lambda plan: plan.pipeline > 1, _no_pipeline),
         Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline),
-        Family("context ranks", lambda plan: plan.context > 1, _no_context),
+        Family("context ranks", lambda plan: plan.context > 1 and not plan.spatial, _no_context),
+        Family("spatial ranks", partial(_with, "spatial", True), _no_spatial),
         Family("expert ranks", lambda plan: plan.routed_ranks > 1, _no_routed),
         *(Family(name, partial(_with, *kind), field=kind[0]) for name, kind in kinds.items()),
         Family("offload to the host", lambda plan: bool(plan.elsewhere)),
+        Family("stages of different width", lambda plan: bool(plan.widths)),
         Family("several stages per rank", lambda plan: plan.stages_per_rank > 1),
         Family("zero bubble", partial(_with, "schedule", "zero_bubble")),
     ]

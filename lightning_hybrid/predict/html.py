@@ -130,11 +130,13 @@ def _schedule(plan: Plan) -> list[str]:
         return []
     most = max(_MOST_MICROBATCHES // layout.stages_per_rank, layout.pipeline)
     count = min(layout.num_microbatches, most)
-    schedule = make_schedule(layout.schedule, layout.pipeline, count, layout.stages_per_rank)
-    work = sum(time.terms.get(name, 0.0) for name in ("computation", "recomputation", "tensor ranks", "context ranks"))
+    schedule = make_schedule(layout.schedule, layout.pipeline, count, layout.stages_per_rank, widths=layout.widths)
+    names = "computation", "recomputation", "tensor ranks", "context ranks", "spatial ranks"
+    work = sum(time.terms.get(name, 0.0) for name in names)
     forward = work / layout.num_microbatches / layout.stages_per_rank / (3 + layout.forwards)
-    backward = forward * (2 + layout.forwards)
-    timeline = simulate(schedule, chain(schedule.num_stages), forward_seconds=forward, backward_seconds=backward)
+    forwards = [forward * width for width in layout.widths or [1] * schedule.num_stages]
+    backwards = [seconds * (2 + layout.forwards) for seconds in forwards]
+    timeline = simulate(schedule, chain(schedule.num_stages), forward_seconds=forwards, backward_seconds=backwards)
     name = f"{layout.schedule}, {layout.pipeline} ranks"
     shown = (
         ""
@@ -143,6 +145,6 @@ def _schedule(plan: Plan) -> list[str]:
     )
     return [
         "<h2>Schedule, chosen plan</h2>",
-        f"<p>Stages of equal cost, without messages.{shown}</p>",
+        f"<p>Stages of equal cost per rank, without messages.{shown}</p>",
         to_svg(timeline, name),
     ]

@@ -97,9 +97,12 @@ class PlanLayout:
     # what stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM)
     balanced_by: Balance = "layers"
     fused_attention: bool = True  # whether attention scores stay in the kernel (FlashAttention)
+    # whether these share the rows of images and feature maps instead; each has all parameters, and sums their gradients
+    spatial: bool = False
     expert: int = 1  # ranks that share the experts of each layer, among replicas and context ranks
     schedule: str = "1f1b"  # name of the pipeline's schedule
     stages_per_rank: int = 1  # stages on each pipeline rank
+    widths: tuple[int, ...] = ()  # pipeline ranks of each stage, which take its microbatches in turn; one each if empty
     zero_stage: int = 0  # what is sharded over replicas: 1 is states, 2 gradients too, 3 parameters too
     # whether stage 3 gathers parameters again for each backward, and stage 2 reduces gradients after each
     reshard_after_forward: bool = True
@@ -181,6 +184,11 @@ class PlanLayout:
         return self.pipeline, self.data, self.tensor, self.context, self.expert
 
     @property
+    def copies(self) -> int:
+        """Ranks over which gradients are reduced at the end of a step; of feature maps, the backward sums them."""
+        return self.data if self.spatial else self.data * self.context
+
+    @property
     def ranks(self) -> int:
         """Ranks of the layout."""
         return self.pipeline * self.data * self.tensor * self.context
@@ -198,7 +206,7 @@ class PlanLayout:
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
-        return self.pipeline * self.stages_of_each_rank
+        return len(self.widths) or self.pipeline * self.stages_of_each_rank
 
     @property
     def stages_of_each_rank(self) -> int:
@@ -214,9 +222,11 @@ class Allowed:
     tensor: bool = True  # whether layers may be sharded over tensor ranks
     context: bool = True  # whether sequences may be sharded over context ranks
     positions_per_context_rank: int = 1024  # least positions of a context rank
+    spatial: bool = True  # whether ranks may share the rows of images
     expert: bool = True  # whether ranks may share experts
     schedules: tuple[str, ...] = ("1f1b", "zero_bubble")  # of pipelines with one stage per rank
     largest_stages_per_rank: int = 4  # most stages of a pipeline rank
+    widths: bool = True  # whether stages may have several ranks
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO
     recompute: tuple[str, ...] = RECOMPUTED  # kinds of recomputation, the most frugal last
     offload: bool = True  # whether the host may hold something
@@ -233,13 +243,20 @@ _SIZE_OPTIONS = {
 # Options of the strategy that name one field of a layout.
 _FIELDS = {
     **_SIZE_OPTIONS,
+    "spatial_parallel_size": "spatial",
+    "stage_widths": "widths",
     **{name: name for name in ("schedule", "stages_per_rank", "zero_stage")},
     "shard_size": "shard",
     **{name: name for name in ("reshard_after_forward", "sequence_parallel", "recompute", "offload", "chunked_loss")},
 }
 _SHORT = dict(zip(_SIZE_OPTIONS, ("dp", "pp", "tp", "cp", "ep"), strict=True))
-_SHORT |= {"stages_per_rank": "stages", "num_microbatches": "m", "zero_stage": "zero"}
-_OFF_BY_NONE = ("recompute", "offload")  # None of the others is their default
+_SHORT |= {
+    "spatial_parallel_size": "spatial",
+    "stages_per_rank": "stages",
+    "num_microbatches": "m",
+    "zero_stage": "zero",
+}
+_OFF_BY_NONE = ("recompute", "offload", "stage_widths")  # None of the others is their default
 
 # All options of the strategy that make a layout, with their short names.
 LAYOUT_OPTIONS = {name: _SHORT.get(name, name) for name in (*_FIELDS, "num_microbatches")}
@@ -255,6 +272,10 @@ def strategy_options(layout: PlanLayout) -> dict[str, Any]:
     """Return the arguments of `Hybrid3DStrategy` that differ from its defaults; the number of replicas is left out."""
     options = {name: layout.fields[field] for name, field in _SIZE_OPTIONS.items() if field != "data"}
     options = {name: size for name, size in options.items() if size > 1}
+    if layout.spatial:
+        options["spatial_parallel_size"] = options.pop("context_parallel_size")
+    if layout.widths:
+        options["stage_widths"] = list(layout.widths)
     if layout.stages_per_rank > 1:
         options["stages_per_rank"] = layout.stages_per_rank
     if layout.pipeline > 1 or layout.num_microbatches > 1:
@@ -288,6 +309,9 @@ def spelled_fields(fixed: Mapping[str, Any]) -> str:
     """Return what `fixed_fields` returns in the same spelling, such as "dp=3, zero=1"."""
     names = {field: _SHORT.get(name, name) for name, field in _FIELDS.items()}
     words = []
+    if "spatial" in fixed:
+        ranks = fixed["context"] if fixed["spatial"] else 1
+        fixed = {name: value for name, value in fixed.items() if name != "context"} | {"spatial": ranks}
     for field, value in fixed.items():
         name = names.get(field, _SHORT.get(field, field))
         value = dict.fromkeys(sorted(value), "cpu") if isinstance(value, frozenset) else value
@@ -299,6 +323,8 @@ def spelled_value(value: Any) -> str:
     """Return a value as ``--layout`` of the commands spells it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple) and all(isinstance(entry, int) for entry in value):
+        return "+".join(map(str, value)) or "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -309,6 +335,12 @@ def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
         value = options.get(name, "auto")
         if value != "auto" and (value is not None or name in _OFF_BY_NONE):
             fixed[field] = _value(name, value, options)
+    if fixed.get("widths"):
+        fixed["pipeline"] = sum(fixed["widths"])
+    if (ranks := fixed.get("spatial", 0)) > 1:  # they are the context ranks
+        fixed["context"] = ranks
+    if "spatial" in fixed:
+        fixed["spatial"] = ranks > 1
     if isinstance(options.get("num_microbatches"), int):
         fixed["num_microbatches"] = options["num_microbatches"]
     return fixed
@@ -321,6 +353,8 @@ def _value(name: str, value: Any, options: Mapping[str, Any]) -> Any:
             return "none"
         is_kind = isinstance(value, str) and value in RECOMPUTED
         return value if is_kind else "selective" if isinstance(value, float) else "full"
+    if name == "stage_widths":
+        return tuple(value or ())
     if name == "offload":
         if value is None or isinstance(value, Mapping):
             return frozenset(kind for kind, where in (value or {}).items() if where == "cpu")
@@ -366,6 +400,7 @@ def simplicity(layout: PlanLayout) -> tuple[float, ...]:
         RECOMPUTED.index(layout.recompute),
         layout.zero_stage,
         layout.replicate > 1 and layout.zero_stage > 0,
+        bool(layout.widths),
         layout.stages_per_rank,
         layout.schedule != "1f1b",
         layout.sequence_parallel,

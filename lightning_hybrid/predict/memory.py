@@ -27,7 +27,7 @@ from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 from lightning_hybrid.predict.plans import PredictedMemory
 from lightning_hybrid.schedule.actions import check_stages
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
-from lightning_hybrid.schedule.in_flight import in_flight_at_peak
+from lightning_hybrid.schedule.in_flight import in_flight_at_peak, most_in_flight
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class MemoryModel:
     def predict(self) -> PredictedMemory:
         """Predict all terms of each pipeline rank."""
         layout, constants = self.layout, self.constants
-        in_flight = in_flight_by_rank(layout.schedule, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
+        count = layout.num_microbatches
+        in_flight = in_flight_by_rank(layout.schedule, layout.pipeline, count, layout.stages_per_rank, layout.widths)
         ranks, reclaimable, on_host = [], [], []
         for rank, stages in enumerate(stages_by_rank(self.costs, layout)):
             held = list(stages.values())
@@ -232,7 +233,7 @@ class Gathered(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def in_flight_by_rank(
-    schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
+    schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, widths: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the microbatches of each of its stages that are between forward and backward at its peak.
 
@@ -241,6 +242,9 @@ def in_flight_by_rank(
     a closed form are generated, for at most four microbatches per rank.
     """
     m, p = num_microbatches, num_ranks
+    if widths:
+        made = make_schedule(schedule, p, min(m, 4 * p), widths=widths)
+        return tuple((count,) for count in most_in_flight(made))
     if schedule == "gpipe":
         return ((m,) * stages_per_rank,) * p
     if schedule in _V_WARM_UP:

@@ -15,8 +15,8 @@ class PredictedTime:
     """Seconds of one optimizer step."""
 
     seconds: float  # the total
-    # its parts by name, in seconds: "computation", "recomputation", "bubble", "tensor ranks", "context ranks", "expert
-    # ranks", "pipeline messages", "replicas", "optimizer", "host", "kernel starts"
+    # its parts by name, in seconds: "computation", "recomputation", "bubble", "tensor ranks", "context ranks",
+    # "spatial ranks", "expert ranks", "pipeline messages", "replicas", "optimizer", "host", "kernel starts"
     terms: Mapping[str, float] = field(default_factory=dict)
     samples: int = 1  # samples of the step over all replicas
     flops_per_rank: float = 0.0  # floating-point operations of forward and backward of one rank, without recomputation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.families import larger_than_device, largest_difference, slower_than, within_error
 from lightning_hybrid.predict.hardware import Hardware
 from lightning_hybrid.predict.layout import FLOAT8, NumberFormat, spelled, strategy_options
-from lightning_hybrid.predict.plans import TIE, Plan, SearchResult
+from lightning_hybrid.predict.plans import TIE, Plan, Rejection, SearchResult
 from lightning_hybrid.predict.words import words_of
 from lightning_hybrid.text import columns, counted, sized, timed, wrap
 
@@ -170,7 +170,7 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
     lines = [*wrap(run.title), run.samples, "", *ranked_lines(run, most), ""]
     lines += [
         f"why not{run.compared_samples(most)}",
-        *columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected], wrapped=1),
+        *columns([(f"  {family}", reason) for family, reason in _reasons(run.result.rejected)], wrapped=1),
         "",
         "words",
         *columns([(f"  {word}", meaning) for word, meaning in words_of(spellings)], wrapped=1),
@@ -178,6 +178,15 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
     ]
     lines += [run.trainer_arguments(run.result.best), *note_lines(run)]
     return "\n".join(lines)
+
+
+def _reasons(rejected: Sequence[Rejection]) -> Iterator[tuple[str, str]]:
+    """The families with their reasons; the same reason is that of the same layout, and given once."""
+    first: dict[str, str] = {}
+    for rejection in rejected:
+        family = first.setdefault(rejection.reason, rejection.family)
+        is_again = rejection.layout is not None and family != rejection.family
+        yield rejection.family, f"the same layout as under {family!r}" if is_again else rejection.reason
 
 
 def note_lines(run: PlannedRun) -> list[str]:
@@ -200,10 +209,13 @@ def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:
     """Return the best plans below a heading, each with its layout in lines and the reason of its rank below."""
     head, *plans = ranked_rows(run, most)
     above, below = zip(*(cell.split("\n") if "\n" in cell else ("", cell) for cell in head), strict=True)
-    rows: list[tuple[str, ...]] = [above[:-1], below[:-1]]
-    for *row, reason in plans:
-        rows += [tuple(row), ("", f"  {reason}", *("" for _ in row[2:]))]
-    return columns(rows, wrapped=1)
+    lines: list[str] = []
+    reasons = iter([[], *([f"     {reason}"] for *_, reason in plans)])
+    for line in columns([above[:-1], below[:-1], *(row for *row, _ in plans)], wrapped=1):
+        if line[:1].isdigit():  # the next plan
+            lines += next(reasons)
+        lines.append(line)
+    return [*lines, *next(reasons)]
 
 
 def ranked_rows(run: PlannedRun, most: int) -> list[tuple[str, ...]]:

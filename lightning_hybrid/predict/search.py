@@ -317,7 +317,8 @@ class _Search:
         )
 
     def _advice(self) -> str:
-        if self.candidates.costs.has_images:
+        costs, is_tried = self.candidates.costs, any(layout.spatial for layout in self.plans)
+        if costs.most_rows and not is_tried:
             return "share the rows of images by spatial_parallel_size (docs/spatial.md), or " + self._more_devices()
         return self._more_devices()
 

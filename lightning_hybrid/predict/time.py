@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from lightning_hybrid.predict.bubble import StageSeconds, bubble_seconds
+from lightning_hybrid.predict.bubble import StageSeconds, bubble_seconds, seconds_of_widths
 from lightning_hybrid.predict.costs.cut import stages_by_rank
 from lightning_hybrid.predict.costs.layers import (
     LayerCosts,
@@ -74,18 +74,25 @@ class StepModel:
         stages_of_ranks = stages_by_rank(self.costs, layout)
         ranks = [list(itertools.chain(*stages.values())) for stages in stages_of_ranks]
         of_ranks = [self.microbatch_terms(layers) for layers in ranks]
+        widths = [width for width in layout.widths for _ in range(width)] or [1] * layout.pipeline
         busy = [sum(terms.values()) for terms in of_ranks]
-        slowest = max(range(layout.pipeline), key=busy.__getitem__)
-        count = layout.num_microbatches
+        slowest = max(range(layout.pipeline), key=lambda rank: busy[rank] / widths[rank])
+        count = -(-layout.num_microbatches // widths[slowest])
         terms = {name: count * seconds for name, seconds in of_ranks[slowest].items()}
         message, all_messages = self.messages()
         stages = [{number: self.stage_seconds(stage) for number, stage in held.items()} for held in stages_of_ranks]
-        terms["bubble"] = bubble_seconds(layout.schedule, count, stages)
+        if layout.widths:
+            of_stages = list(dict(pair for held in stages for pair in held.items()).values())
+            step = seconds_of_widths(layout.schedule, layout.num_microbatches, of_stages, layout.widths)
+            terms["bubble"] = max(0.0, step - count * busy[slowest])
+        else:
+            terms["bubble"] = bubble_seconds(layout.schedule, count, stages)
         late = max(0.0, message - busy[slowest] / (2 * each))
         terms["pipeline messages"] = 2 * (all_messages + count * each * late)
         computed = count * busy[slowest]
         last = max(ranks, key=lambda layers: parameters_of_rank(layers, self.layout).total)
         terms.update(self.replica_terms(last, computed))
+        terms["replicas"] += max(map(self.copies_seconds, ranks, widths))
         terms.update(self.optimizer_terms(last))
         samples = layout.batch
         flops = (2.0 + self.backward_share) * self.costs.flops * samples / layout.ranks
@@ -120,7 +127,9 @@ class StepModel:
             seen = 1.0 / layout.tensor if layout.overlapped_tensor_ranks else 1.0
             skipped = sum(each.sharded == "inner" and not each.repeats for each in layer.products)
             terms["tensor ranks"] = (passes * layer.reductions - (passes - 2) * skipped) * one * seen
-        if layout.context > 1 and any(product.is_attention for product in layer.products):
+        if layout.spatial:
+            terms["spatial ranks"] = self.spatial_seconds(layer, passes)
+        elif layout.context > 1 and any(product.is_attention for product in layer.products):
             terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
         if layout.routed_ranks > 1 and layer.routed_tokens:
             routed = size * layer.routed_tokens / max(self.costs.positions, 1)
@@ -129,7 +138,8 @@ class StepModel:
             exchanged = 2 * passes * all_to_all_seconds(routed, group, self.hardware, self.waited)
             beside = seconds.forward + backward if layout.overlapped_expert_ranks else 0.0
             terms["expert ranks"] = self.beside(exchanged, beside)
-        exchanged = sum(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks", "expert ranks"))
+        names = "tensor ranks", "context ranks", "spatial ranks", "expert ranks"
+        exchanged = sum(terms.get(name, 0.0) for name in names)
         self.parts_of_layers[id(layer)] = seconds.forward + exchanged / passes, seconds.weights * self.backward_share
         self.terms_of_layers[id(layer)] = terms
         return terms
@@ -142,6 +152,25 @@ class StepModel:
         one = gather_seconds(size, self.context_group, self.hardware, self.waited)
         return self.beside(3.0 * one, computed)
 
+    def spatial_seconds(self, layer: LayerCosts, passes: int) -> float:
+        """Seconds of the rows at borders, and of the sums of statistics and of gradients, which the layer waits for.
+
+        The backward of a convolution fetches the rows again, and sends back their gradients.
+        """
+        layout, hardware, group = self.layout, self.hardware, self.context_group
+        samples, seconds = layout.microbatch, 0.0
+        for each in layer.maps:
+            if each.rows < layout.context:
+                continue
+            if each.border:
+                size = each.border * each.row_elements * samples * self.format.activation
+                one = message_seconds(size, group.nodes > 1, group.groups_per_node, hardware)
+                seconds += (passes + 1) * one
+            statistics = all_reduce_seconds(4.0 * each.statistics, group, hardware, self.waited)
+            gradients = all_reduce_seconds(each.summed * self.format.activation, group, hardware, self.waited)
+            seconds += passes * statistics + self.backward_share * gradients
+        return seconds
+
     def group(self, size: int, stride: int) -> RankGroup:
         """The groups of an axis, by its size and the ranks between neighbours."""
         return group_of_axis(size, stride, self.hardware.devices_per_node, self.layout.ranks)
@@ -152,11 +181,12 @@ class StepModel:
         if layout.pipeline == 1:
             return 0.0, 0.0
         size = max(layer.outputs for layer in self.costs.layers) * layout.microbatch * self.format.activation
-        size /= layout.tensor * layout.context
-        between = self.group(layout.pipeline, self.stage_stride).nodes - 1
+        size /= layout.tensor * (1 if layout.spatial else layout.context)
+        hops = (len(layout.widths) or layout.pipeline) - 1
+        between = min(hops, self.group(layout.pipeline, self.stage_stride).nodes - 1)
         senders = min(self.stage_stride, self.hardware.devices_per_node)
         inside, outside = (message_seconds(size, crosses, senders, self.hardware) for crosses in (False, True))
-        return outside if between else inside, between * outside + (layout.pipeline - 1 - between) * inside
+        return outside if between else inside, between * outside + (hops - between) * inside
 
     def stage_seconds(self, layers: LayersOfRank) -> StageSeconds:
         """Seconds of one microbatch on a stage of these layers, by the parts that a schedule orders."""
@@ -166,6 +196,15 @@ class StepModel:
         )
         return StageSeconds(forward, max(0.0, total - forward - weights), weights)
 
+    def copies_seconds(self, layers: LayersOfRank, width: int) -> float:
+        """Seconds in which the ranks of a stage sum its gradients, at the end of a step."""
+        if width == 1:
+            return 0.0
+        own = parameters_of_rank(layers, self.layout)
+        parameters = own.over_shards(self.layout) if self.layout.shards("gradients") else own
+        size = parameters.total * self.format.reduced * self.backward_share
+        return all_reduce_seconds(size, self.group(width, self.stage_stride), self.hardware, self.shares)
+
     def beside(self, collectives: float, computed: float) -> float:
         """Seconds that collectives add to computation beside them: what is longer, and a share of what is hidden."""
         hidden = min(collectives, computed)
@@ -174,12 +213,12 @@ class StepModel:
     def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
         """Seconds that gathers and reductions over replicas and context ranks add to the computation beside them."""
         layout = self.layout
-        if layout.data * layout.context == 1:
+        if layout.copies == 1:
             return {"replicas": 0.0}
         backward = computed * (2 + layout.forwards) / (3 + layout.forwards)
         if layout.shard > 1 and (layout.shards("parameters") or layout.reduces_each_microbatch):
             return {"replicas": self.sharded_seconds(layers, computed - backward, backward)}
-        one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.data * layout.context, 1)
+        one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.copies, 1)
         return {"replicas": self.beside(one, backward / layout.num_microbatches) if layout.pipeline == 1 else one}
 
     def sharded_seconds(self, layers: LayersOfRank, forward: float, backward: float) -> float:
@@ -196,7 +235,7 @@ class StepModel:
                 reduced = size * self.format.reduced * self.backward_share
                 reduce += count * gather_seconds(reduced, group, self.hardware, self.shares)
         shard = parameters_of_rank(layers, layout).over_shards(layout)
-        last = self.reduction_seconds(shard, layout.replicate * layout.context, layout.shard)
+        last = self.reduction_seconds(shard, layout.copies // layout.shard, layout.shard)
         passes = layout.num_microbatches
         if not layout.reshard_after_forward:
             return self.beside(gather, forward / passes) + self.beside(reduce, backward / passes) + last
@@ -216,8 +255,8 @@ class StepModel:
     def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
         """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
         layout, per_node = self.layout, self.hardware.devices_per_node
-        group = self.group(copies, layout.tensor)
-        if shard > 1:  # the shards lie between context ranks and replicas of them
+        group = self.group(copies, layout.tensor * (layout.context * shard if layout.spatial else 1))
+        if shard > 1 and not layout.spatial:  # the shards lie between context ranks and replicas of them
             inner, stride = self.group(layout.context, layout.tensor), layout.tensor * layout.context * shard
             group = group_of_two_axes(inner, self.group(layout.replicate, stride), per_node)
         sizes = [(own.total, group)]

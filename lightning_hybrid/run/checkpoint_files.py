@@ -106,9 +106,10 @@ class CheckpointFiles:
     def _is_first(self) -> bool:
         return self._world.mesh.rank == 0
 
-    def _axis_sizes(self) -> dict[str, int]:
+    def _axis_sizes(self) -> dict[str, Any]:
         others = {"stages_per_rank": self._state.stages_per_rank, "zero_stage": self._options.zero_stage}
-        return {**self._world.layout.by_axis, **others}
+        widths = {"stage_widths": self._state.stage_widths} if self._state.stage_widths else {}
+        return {**self._world.layout.by_axis, **others, **widths}
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is complete; a CheckpointError if it could not be."""

@@ -193,6 +193,11 @@ class FullOrShardedState:
         """Stages that each pipeline rank holds."""
         return 1 if self._plan is None else self._plan.stages_per_rank
 
+    @property
+    def stage_widths(self) -> list[int]:
+        """Ranks of each stage; empty where each has one."""
+        return [] if self._plan is None else list(self._plan.widths)
+
     def module_state(self) -> dict[str, Any]:
         """Gather the state dict of the full module on the first rank; collective."""
         self.share_metrics()

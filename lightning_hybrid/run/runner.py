@@ -42,7 +42,7 @@ def make_runner(
         stages_per_rank=each,
         max_microbatches_in_flight=options.max_microbatches_in_flight,
         cuts=cuts,
-        widths=(options.stage_widths if pipeline.size() > 1 else None) or (),
+        widths=(pipeline.size() > 1 and options.stage_widths) or (),
         closes_mixtures=mesh.layout.joins_replicas,
         agree=world.broadcast,
         first_failure=world.first_failure,

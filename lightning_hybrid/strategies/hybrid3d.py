@@ -35,6 +35,7 @@ from lightning_hybrid.strategies.options.options import MicrobatchWeight, Option
 from lightning_hybrid.strategies.private_names import check_private_names
 from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
+from lightning_hybrid.strategies.user_code.schedules import explain_schedule
 from lightning_hybrid.strategies.world.traces import shortening
 from lightning_hybrid.techniques.technique import Technique
 
@@ -73,7 +74,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         max_microbatches_in_flight: Microbatches whose activations a rank may hold under "zero_bubble_searched". None is
             the number of pipeline ranks, as under 1F1B.
         pipeline_cuts: Names of the module that each stage but the first starts with. None balances them by cost.
-        stage_widths: Ranks of each stage, such as [3, 1], which take its microbatches in turn. None is one each.
+        stage_widths: Ranks that take turns at each stage's microbatches, such as [3, 1], or "auto". None is one each.
         batch_splitter: ``function(batch, count) -> microbatches``, for batches that are no containers of tensors.
         zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too, 0
             nothing. "auto" is 0 unless planned.
@@ -148,7 +149,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         microbatch: Literal["auto"] | None = None,
         context_parallel_size: int | Literal["auto"] = "auto",
         spatial_parallel_size: int = 1,
-        stage_widths: Sequence[int] | None = None,
+        stage_widths: Sequence[int] | Literal["auto"] | None = None,
         expert_parallel_size: int | Literal["auto"] = "auto",
         expert_chunks: int = 1,
         max_microbatches_in_flight: int | None = None,
@@ -240,11 +241,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         super().setup_environment()
         if (module := self.lightning_module) is None:
             return
-        is_recorded = needs_runner(self.options, self.layout)
         self._lifecycle = None
         self.connect_state(module)
         if module._trainer is not None:
-            check_callbacks(module._trainer, self.world.mesh, is_recorded=is_recorded)
+            check_callbacks(module._trainer, self.world.mesh, is_recorded=needs_runner(self.options, self.layout))
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
 
@@ -277,9 +277,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             self._state.fail()
         if self._lifecycle is not None:
             self._lifecycle.execution.explain(exception)
+            explain_schedule(exception, self._lifecycle.setting.trainer)
         super().on_exception(exception)
-        # What is being written does not need the ranks that failed: it was all copied.
-        self._files.finish_after_failure()
+        self._files.finish_after_failure()  # needs no rank that failed: what is being written was all copied
 
     def teardown(self) -> None:
         """Leave a full module behind on every rank."""
@@ -291,7 +291,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Let learning-rate searches of callbacks decide by the mean loss, equal on all ranks."""
+        """Check the run's schedules; let learning-rate searches of callbacks decide by the mean loss of all ranks."""
+        self._active.on_train_start()
         self.world.until_end.callback(average_lr_search_loss(self._active.setting.trainer, self.mesh))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

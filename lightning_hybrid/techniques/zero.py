@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.errors import LayoutError, PrecisionError
+from lightning_hybrid.errors import PrecisionError
 from lightning_hybrid.memory.free import free_bytes
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.boxes import shard_of
@@ -62,13 +62,7 @@ class Zero(Technique):
             LayoutError: There is one replica.
             PrecisionError: Nothing is gathered in ``gather_dtype``, or a step would read the rounded values.
         """
-        if options.zero_stage and mesh.size("dp_shard") == 1:
-            raise LayoutError(
-                f"zero_stage={options.zero_stage} shards the state of a model over replicas, and this layout has shards"
-                f" of 1 replica (data_parallel_size={mesh.layout.data_parallel_size}); set zero_stage=0, or more"
-                " devices, or fewer pipeline stages or tensor ranks",
-                entry="zero-replicas",
-            )
+        options.check_replicas(mesh.layout)
         if (dtype := message_dtypes(precision)["gather_dtype"]) is None:
             return
         if not options.zero_stage:

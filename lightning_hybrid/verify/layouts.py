@@ -18,6 +18,7 @@ from lightning_hybrid.schedule import stages_of_each_rank
 _SHORT = {
     "dp": "data_parallel_size",
     **SIZE_OPTIONS,
+    "spatial": "spatial_parallel_size",
     "stages": "stages_per_rank",
     "m": "num_microbatches",
     "zero": "zero_stage",
@@ -62,7 +63,8 @@ class Layout:
 
     @property
     def _num_pipeline_ranks(self) -> int:
-        return sum(self.strategy.get("stage_widths") or [int(self.strategy.get("pipeline_parallel_size", 1))])
+        widths = self.strategy.get("stage_widths")
+        return sum(widths) if isinstance(widths, list) else int(self.strategy.get("pipeline_parallel_size", 1))
 
     @property
     def replicas(self) -> int:
@@ -75,9 +77,9 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages over all ranks."""
+        """Number of pipeline stages over all ranks, if each has one rank."""
         each = stages_of_each_rank(self.strategy.get("schedule", "1f1b"), int(self.strategy.get("stages_per_rank", 1)))
-        return len(self.strategy.get("stage_widths") or range(self._num_pipeline_ranks * each))
+        return self._num_pipeline_ranks * each
 
     def options(self, num_microbatches: int | None) -> dict[str, Any]:
         """Options of the strategy, with a number of microbatches where the layout names none."""
@@ -100,9 +102,10 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     """Parse a layout such as ``dp=2,pp=2`` or ``dp2xpp2``.
 
     Args:
-        text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, ``zero`` stage,
-            or any option of the strategy by its full name; separated by commas. Without ``=`` only short names,
-            separated by ``x``. A value is YAML: a number, true, false, null, text, or a list or mapping in brackets.
+        text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``, ``spatial``), ``stages`` per rank, ``m`` microbatches,
+            ``zero`` stage, ``stage_widths`` such as 3+1, or any option of the strategy by its full name; separated by
+            commas. Without ``=`` only short names, separated by ``x``. A value is YAML: a number, true, false, null,
+            text, or a list or mapping in brackets.
         tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 
     Raises:
@@ -118,6 +121,13 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
         if _SHORT.get(name, name) in options:
             raise ValueError(f"--layout {text!r}: {name} is set twice")
         options[_SHORT.get(name, name)] = _value(text, value)
+    if re.fullmatch(r"\d+(\+\d+)*", str(options.get("stage_widths", ""))):
+        options["stage_widths"] = [int(width) for width in str(options["stage_widths"]).split("+")]
+    if isinstance(widths := options.get("stage_widths"), list) and all(isinstance(width, int) for width in widths):
+        size = options.setdefault("pipeline_parallel_size", sum(widths))
+        if size != sum(widths):
+            given = "+".join(map(str, widths))
+            raise ValueError(f"--layout {text!r}: stage_widths={given} are {sum(widths)} pipeline ranks, and pp={size}")
     devices = _num_ranks(text, options)
     entries = [entry.partition("=") for entry in tensor_plan]
     for pattern, equals, style in entries:

@@ -21,7 +21,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.checkpoint import folder
 from lightning_hybrid.checkpoint import write as writing
 from lightning_hybrid.checkpoint.background import BackgroundSave
-from lightning_hybrid.checkpoint.contents import problems
+from lightning_hybrid.checkpoint.contents import describe_layout, problems
 from lightning_hybrid.checkpoint.convert import to_file, to_folder
 from lightning_hybrid.checkpoint.read import SavedFolder, _Index
 from lightning_hybrid.checkpoint.write import covered, prepare
@@ -450,3 +450,16 @@ def test_torch_reads_the_folder(saved, tmp_path):
     target = {"model/a.weight": torch.zeros(3, 4)}
     torch.distributed.checkpoint.load(target, checkpoint_id=saved, no_dist=True)
     assert torch.equal(target["model/a.weight"], checkpoint(3)["state_dict"]["a.weight"])
+
+
+@pytest.mark.parametrize(
+    ("copies", "shards", "zero", "text"),
+    [
+        (1, 2, 3, "data_parallel_size=2, zero_stage=3"),  # all replicas are the default of shard_size
+        (2, 2, 3, "data_parallel_size=4, shard_size=2, zero_stage=3"),
+        (2, 1, 0, "data_parallel_size=2"),
+        (1, 1, 0, "one process"),
+    ],
+)
+def test_layouts_are_told_by_the_options_that_are_no_default(copies, shards, zero, text):
+    assert describe_layout({"pp": 1, "dp_replicate": copies, "dp_shard": shards, "zero_stage": zero}) == text

@@ -33,6 +33,20 @@ def test_words_of_a_message_are_found(capsys):
     assert "world-size" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("message", "entry"),
+    [
+        ("ValueError: Tried to step 9 times. The specified number of total steps is 8", "schedule-ended"),
+        ("layout needs a multiple of pp = 2 = 2 ranks but the world has 3; set pipeline_parallel_size=1", "world-size"),
+        ("rank 1 stopped: rank 0 failed (see there)", "rank-failed"),
+    ],
+)
+def test_a_whole_message_is_found_by_what_its_entry_quotes(capsys, message, entry):
+    assert main(["explain-error", message]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{entry}\n") and "\n\n" not in out
+
+
 def test_the_nearest_names_are_listed(capsys):
     assert main(["explain-error", "wrld-size"]) == 2
     assert "world-size" in capsys.readouterr().err

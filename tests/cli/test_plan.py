@@ -252,6 +252,30 @@ def test_stages_are_those_that_a_schedule_has(capsys, config, flag):
     assert "schedule='dualpipe_v' runs two stages per rank, not stages_per_rank=3" in capsys.readouterr().err
 
 
+def test_widths_of_stages(capsys, config):
+    status, text = planned(capsys, *config, "--batch", "64", "--fix", "stage_widths=3+1,m=16")
+    assert status == 0 and "dp=1,pp=4,stage_widths=3+1,m=16" in text
+    assert "stage_widths=[3, 1]," in text and "which hold copies of it and take" in " ".join(text.split())
+    status, text = planned(capsys, *config, "--batch", "64", "--why", "pp=4,stage_widths=1+3,m=16")
+    assert status == 0 and "pp=4,stage_widths=1+3,m=16 against" in text and "memory of pipeline rank 3" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("pp=3,stage_widths=3+1", "stage_widths=3+1 are 4 pipeline ranks, and pp=3"),
+        ("stage_widths=3+1,stages=2", "stage_widths=3+1: ranks have one stage each; leave stages=2 out"),
+        ("stage_widths=3+0", "stage_widths=3+0; use the ranks of each stage, such as 3+1"),
+        ("stage_widths=wide", "stage_widths=wide; use the ranks of each stage, such as 3+1"),
+        ("stage_widths=3+1,schedule=zero_bubble", "schedule='zero_bubble' has one rank for each stage"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--why", "--fix"])
+def test_widths_that_no_layout_has(capsys, config, flag, given, words):
+    assert main(["plan", *config, "--batch", "64", flag, given]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_replicas_of_an_explained_layout_divide_the_batch(capsys, config):
     assert main(["plan", *config, "--batch", "2", "--why", "dp=4"]) == 2
     assert "--why dp=4: 4 replicas do not divide --batch 2" in capsys.readouterr().err

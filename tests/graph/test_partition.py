@@ -189,8 +189,13 @@ def test_number_of_cuts_must_match():
 
 def test_more_stages_than_units():
     layers = r"makes 4 stages, but the step has only 3 layers with parameters \(blocks.0, blocks.1, blocks.2\); set "
-    with pytest.raises(PartitionError, match=f"pipeline_parallel_size=4 {layers}pipeline_parallel_size=2 or 1\n"):
+    sizes = "pipeline_parallel_size=2 or 1, or 3 with devices=3, 6, ...\n"
+    with pytest.raises(PartitionError, match=f"pipeline_parallel_size=4 {layers}{sizes}"):
         owner_stages(chain(3), 4, num_ranks=4)
+    with pytest.raises(PartitionError, match=r"; set pipeline_parallel_size=1, or 2 with devices=2, 4, \.\.\."):
+        owner_stages(chain(2), 3, num_ranks=3)
+    with pytest.raises(PartitionError, match="; set pipeline_parallel_size=2 or 1\n"):
+        owner_stages(chain(2), 4, num_ranks=4)
     with pytest.raises(
         PartitionError, match=rf"size=2 \* stages_per_rank=2 {layers}.* \* stages_per_rank to 3 or less\n"
     ):

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid import Hybrid3DStrategy
 from models.cases import Samples
 from models.hand_written import Layers
+from models.images import UNet, VolumeUNet, images
 from models.mixtures import Looped
 
 
@@ -110,3 +111,21 @@ class Images(pl.LightningModule):
 
     def train_dataloader(self):
         return DataLoader(torch.randn(8, 3, 64, 64), batch_size=4)
+
+
+class Segmentation(UNet):
+    """A U-Net of images of 128 x 96 pixels."""
+
+    def train_dataloader(self):
+        return images(128, 96, count=4, batch=2)["train_dataloaders"]
+
+    val_dataloader = train_dataloader
+
+
+class Volumes(VolumeUNet):
+    """A U-Net of volumes of 24 x 40 x 24 voxels."""
+
+    def train_dataloader(self):
+        return images(24, 40, 24, count=4, batch=2, channels=2)["train_dataloaders"]
+
+    val_dataloader = train_dataloader

@@ -1,5 +1,6 @@
 """Losses that are means over tokens, weights or rows: over microbatches they equal those of the full batch."""
 
+import warnings
 from typing import ClassVar
 
 import pytest
@@ -385,3 +386,29 @@ def test_verify_uses_the_batch_mean(worlds, module_class, layout):
     """Over replicas it is the mean of the replicas' means, as under DDP."""
     report = check(worlds, module_class, layout, make_data=loaders, steps=3)
     assert report.outcome == "same", str(report)
+
+
+class Rounded(Classifier):
+    """Logs a mean of 16 bits."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.body(batch["x"]).square().mean()
+        self.log("loss_of_rows", loss)
+        return loss
+
+
+def warnings_of_rounded_means(pp):
+    ignore_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = Rounded().float()
+        options = {"num_microbatches": 4}
+        trainer = trainer_of(2, pp, max_steps=2, precision="bf16-mixed", strategy_options=options)
+        rows = [{"x": torch.randn(FEATURES, generator=torch.Generator().manual_seed(i))} for i in range(16)]
+        trainer.fit(module, DataLoader(rows, batch_size=8))
+    return [str(each.message) for each in caught if "parts" in str(each.message)]
+
+
+@pytest.mark.parametrize("pp", [2, 1])
+def test_a_mean_of_16_bits_is_one_but_for_its_rounding(worlds, pp):
+    assert worlds.run(2, warnings_of_rounded_means, pp) == [[], []]

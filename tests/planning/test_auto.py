@@ -30,6 +30,7 @@ from lightning_hybrid.schedule.measured.lost_time import TimeByCause
 from lightning_hybrid.schedule.measured.seconds import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies.options import auto_sizes
 from lightning_hybrid.strategies.options.auto_sizes import needs_plan, plan_options
+from models.command_line_classes import Segmentation
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
 NUMBERS = dict.fromkeys(SIZES, 1)
@@ -501,3 +502,36 @@ def test_planned_expert_ranks_train_as_one_process(tmp_path):
         size, state = torch.load(tmp_path / f"rank{rank}", weights_only=True)
         assert size == 2 and "2 on each of 2 ranks" in output
         assert_equal_states(state, one.state_dict(), 1e-4)
+
+
+class HeavyLayer(Net):
+    """One layer that runs on many more rows than the others."""
+
+    def training_step(self, batch, batch_idx):
+        samples, targets = batch
+        rows = self.layers[0](samples[:, None].expand(-1, 4096, -1)).mean(1)
+        return nn.functional.mse_loss(self.head(self.layers[1:](rows)), targets)
+
+
+@pytest.mark.parametrize("widths", [None, "auto"])
+def test_widths_of_stages_are_planned_where_they_may_be_chosen(monkeypatch, widths):
+    options = {"data_parallel_size": 1, "tensor_parallel_size": 1, "stage_widths": widths, **PLANNED}
+    planned = plan_on(monkeypatch, 4, 16e9, HeavyLayer(256, 64), **options)
+    assert planned["pipeline_parallel_size"] == 4
+    if widths is None:
+        assert "stage_widths" not in planned
+    else:
+        assert sum(planned["stage_widths"]) == 4 and len(planned["stage_widths"]) < 4
+    strategy = Hybrid3DStrategy(**options)
+    assert strategy.options.with_planned(planned).mesh_sizes["pipeline_parallel_size"] == 4
+
+
+def test_ranks_that_share_images_are_those_that_the_user_sets(monkeypatch):
+    """The others are planned around them; layers under tensor ranks would gather the images."""
+    planned = plan_on(monkeypatch, 4, 405e6, Segmentation(), spatial_parallel_size=2, **PLANNED)
+    assert planned["tensor_parallel_size"] == planned["context_parallel_size"] == 1
+    strategy = Hybrid3DStrategy(spatial_parallel_size=2, **PLANNED)
+    assert strategy.options.with_planned(planned).mesh_sizes["context_parallel_size"] == 2
+    assert "spatial_parallel_size" not in plan_on(monkeypatch, 4, 16e9, Segmentation(), **PLANNED)
+    with pytest.raises(PlanError, match="share the rows of images by spatial_parallel_size"):
+        plan_on(monkeypatch, 2, 100e6, Segmentation(), **PLANNED)

@@ -26,6 +26,11 @@ class RebalancedCuts:
         """The cuts that the next epoch begins with; None if the stages stay."""
         return self._proposed.get("pipeline_cuts")
 
+    @property
+    def widths(self) -> list[int] | None:
+        """The ranks of each stage for which the cuts were chosen; None if each has one."""
+        return self.state_dict().get("stage_widths")
+
     @staticmethod
     def can_change_in_run(trainer: Any) -> bool:
         """Whether the stages can change at an epoch: not where replicas send gradients with error feedback."""
@@ -48,6 +53,7 @@ class RebalancedCuts:
             "pipeline_cuts": list(cuts),
             "replaces": _as_list(strategy.options.pipeline_cuts),
             "num_stages": plan.num_stages,
+            "stage_widths": list(plan.widths) or None,
             "parameters": _digest(plan.root),
         }
         if self.pending != before:

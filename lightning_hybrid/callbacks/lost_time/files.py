@@ -97,7 +97,10 @@ def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **m
         stages=tuple(stages),
         units=() if assignment is None else tuple(seconds_of_units(assignment, stages)),
         cuts=() if assignment is None else present_cuts(assignment),
-        options={name: _plain(getattr(options, name)) for name in LAYOUT_OPTIONS if hasattr(options, name)},
+        options={
+            **{name: _plain(getattr(options, name)) for name in LAYOUT_OPTIONS if hasattr(options, name)},
+            "stage_widths": list(steps.typical.schedule.widths) or None,
+        },
         batch_size=batch_size,
         step_times=tuple(step.lost.total for step in steps.steps),
         **measured,

@@ -241,7 +241,8 @@ def table_of(step: AnalyzedStep, count: int) -> list[str]:
     for rank, row in zip(step.columns["rank"], step.lost.ranks, strict=True):
         rows.append([f"rank {rank}", *(f"{1000 * getattr(row, name):.1f}" for name in names)])
     return [
-        f"step {step.step}{of} took {1000 * total.step_seconds:.1f} ms; the largest loss is {shown[largest]},"
+        f"step {step.step}{of} took {1000 * total.step_seconds:.1f} ms with its input; besides work and the"
+        f" optimizer the largest loss is {shown[largest]},"
         f" {1000 * getattr(total, largest):.1f} ms ({getattr(total, largest) / share:.1%})",
         *columns(rows, right=1),
     ]

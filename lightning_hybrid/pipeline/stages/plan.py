@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -132,6 +132,7 @@ class StagePlan:
         units: The modules that are one node each in the latest recording, by FQN.
         tracked_buffers: FQNs of the buffers that have owners as parameters do.
         widths: The number of ranks of each stage; empty where each has one, or each rank has equally many.
+        chooses_widths: Whether the partition decides the widths, and so the number of stages.
         stage_costs: Costs of a forward of each stage, as the first rank estimated them; empty before the partition.
         on_all_stages: FQNs of parameters that a step with guards has not read so far, and may read on any stage.
     """
@@ -146,7 +147,7 @@ class StagePlan:
         stages_per_rank: int = 1,
         max_microbatches_in_flight: int | None = None,
         cuts: Sequence[str] | None = None,
-        widths: Sequence[int] = (),
+        widths: Sequence[int] | Literal["auto"] = (),
         closes_mixtures: bool = False,
         agree: Callable[[Any], Any] = lambda decision: decision,
         first_failure: Callable[[Exception | None], tuple[int, str] | None] = lambda error: None,
@@ -161,13 +162,15 @@ class StagePlan:
             stages_per_rank: Number of stages of each rank.
             max_microbatches_in_flight: Limit for a schedule that is searched.
             cuts: FQNs of the first unit of each stage but the first; balanced if None.
-            widths: Number of ranks of each stage, which take its microbatches in turn; one each if empty.
+            widths: Number of ranks of each stage, which take its microbatches in turn; one each if empty. If "auto",
+                the partition decides them.
             closes_mixtures: Whether ranks share experts, lists of which are then on one stage.
             agree: Returns the first rank's argument on every rank; replicas must have the same partition.
             first_failure: Returns the first rank that has an error, and that error, on every rank; None without any.
         """
         self.num_ranks, self.rank, self.stages_per_rank = group.size(), group.rank(), stages_per_rank
-        self.num_stages, self.widths = len(widths) or self.num_ranks * stages_per_rank, tuple(widths)
+        self.chooses_widths = widths == "auto"
+        self.widths: tuple[int, ...] = () if isinstance(widths, str) else tuple(widths)
         self._schedule, self._max_in_flight = schedule, max_microbatches_in_flight
         self._placement = placement_of(schedule, stages_per_rank)
         self.stage_costs: list[float] = []
@@ -178,11 +181,17 @@ class StagePlan:
         self.unit_choice = UnitChoice(root, self.num_stages, closes_mixtures=closes_mixtures)
         self.units: Mapping[str, nn.Module] = {}
         self.tracked_buffers, self.on_all_stages = set[str](), set[str]()
+        self._places = self.evaluation_schedule(1)  # all schedules place the stages of these widths alike
 
-    @cached_property
-    def _places(self) -> Schedule:
-        """A schedule; all of this plan place the stages alike."""
-        return self.evaluation_schedule(1)
+    @property
+    def num_stages(self) -> int:
+        """The number of stages; the most that there can be before the partition decides their widths."""
+        return len(self.widths) or self.most_stages
+
+    @property
+    def most_stages(self) -> int:
+        """The number of stages if each has one rank."""
+        return self.num_ranks * self.stages_per_rank
 
     @property
     def ranks_of_stages(self) -> Sequence[Sequence[int]]:
@@ -249,10 +258,18 @@ class StagePlan:
         self.tracked_buffers, self.on_all_stages = set(), set()
 
     def adopt_partition(
-        self, opened: set[str], closed: set[str], tracked: set[str], owner_stages: dict[str, int], costs: list[float]
+        self,
+        opened: set[str],
+        closed: set[str],
+        tracked: set[str],
+        owner_stages: dict[str, int],
+        widths: tuple[int, ...],
+        costs: list[float],
     ) -> None:
-        """Take the partition that the ranks agree on: units, tracked buffers, owners and costs of stages."""
+        """Take the partition that the ranks agree on: units, tracked buffers, owners, widths and costs of stages."""
         self.unit_choice.adopt(opened, closed)
+        self.widths = widths
+        self._places = self.evaluation_schedule(1)
         self.tracked_buffers, self.owner_stages, self.stage_costs = tracked, owner_stages, costs
 
     def go_back(self, opened: set[str], tracked: set[str]) -> None:

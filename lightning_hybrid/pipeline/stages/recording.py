@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.widths import TIE, owners_and_widths
 from lightning_hybrid.pipeline.stages.plan import ELSEWHERE, StagePlan, TraceVariant
+from lightning_hybrid.step.objects.tensors import hooks_of_user
 from lightning_hybrid.step.recording.branches import BranchCheck
 from lightning_hybrid.step.recording.record import Recipe
 from lightning_hybrid.step.replay.stage import StageReplay
@@ -53,20 +57,51 @@ def _record_and_assign(plan: StagePlan, recipe: Recipe) -> tuple[Recording, Assi
     return recording, assignment
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A recording with its partition."""
+
+    recording: Recording  # of the step
+    tracked: frozenset[str]  # the tracked buffers
+    owner_stages: dict[str, int]  # the stage of each parameter
+    widths: tuple[int, ...]  # the ranks of each stage; one each if empty
+    costs: list[float]  # of the stages
+
+    @classmethod
+    def of(cls, plan: StagePlan, recording: Recording) -> _Candidate:
+        """Partition a recorded step."""
+        graph, widths = recording.graph, plan.widths
+        if plan.chooses_widths:
+            one_rank = with_one_rank(plan.root, recording)
+            owner_stages, widths = owners_and_widths(graph, plan.num_ranks, plan.cuts, one_rank)
+        else:
+            owner_stages = partition.owner_stages(graph, plan.num_stages, plan.cuts, plan.num_ranks, widths)
+        costs = partition.assign(graph, owner_stages, len(widths) or plan.most_stages).costs()
+        return cls(recording, frozenset(plan.tracked_buffers), owner_stages, widths, costs)
+
+    @property
+    def load(self) -> float:
+        """The cost of the slowest stage, divided by its width."""
+        return max(cost / width for cost, width in zip(self.costs, self.widths or [1] * len(self.costs), strict=True))
+
+    def is_better_than(self, other: _Candidate) -> bool:
+        """Whether it is faster by more than a tie, or as fast with fewer copies of stages."""
+        has_fewer = sum(self.widths) - len(self.widths) < sum(other.widths) - len(other.widths)
+        return self.load < (1 + TIE if has_fewer else 1 - TIE) * other.load
+
+
 def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
     """The recording that balances best, and as for ``adopt_partition``; last whether it has guards."""
     recording = _record(plan, recipe)
-    best: tuple[float, list[float], Recording, dict[str, int], set[str]] | None = None
-    sizes = plan.num_stages, plan.cuts, plan.num_ranks, plan.widths
+    best: _Candidate | None = None
     for _ in range(_MAX_RECORDINGS):
         try:
-            owner_stages = partition.owner_stages(recording.graph, *sizes)
-            costs = partition.assign(recording.graph, owner_stages, plan.num_stages).costs()
-            load = max(cost / width for cost, width in zip(costs, plan.widths or [1] * len(costs), strict=True))
-            if best is None or plan.cuts is not None or load < 0.97 * best[0]:
-                best = load, costs, recording, owner_stages, set(plan.tracked_buffers)
-            share = sum(costs) / max(plan.num_stages, plan.num_ranks)
-            unbalanced = load > _UNBALANCED * share
+            found = _Candidate.of(plan, recording)
+            if best is None or plan.cuts is not None or found.is_better_than(best):
+                best = found
+            share = sum(found.costs) / max(plan.num_stages, plan.num_ranks)
+            # Where stages are wide, smaller units may make them equal without copies.
+            unbalanced = found.load > _UNBALANCED * share or (plan.chooses_widths and found.widths)
             # A pipeline cut inside a unit opens it, whatever the balance.
             wanted = share / 4 if unbalanced or plan.cuts is not None else None
         except PartitionError:
@@ -86,11 +121,21 @@ def _best_partition(plan: StagePlan, recipe: Recipe) -> tuple[Any, ...]:
             plan.go_back(opened, tracked)
             break
     if best is None:
-        partition.owner_stages(recording.graph, *sizes)  # raises the reason
-    assert best is not None
-    _, costs, recording, owner_stages, tracked = best
-    opened = {name for name in plan.unit_choice.opened if name not in recording.units}
-    return recording, opened, plan.unit_choice.closed, tracked, owner_stages, costs, bool(recording.unguarded_state)
+        best = _Candidate.of(plan, recording)  # raises the reason
+    recording, choice = best.recording, plan.unit_choice
+    opened = {name for name in choice.opened if name not in recording.units}
+    decided = opened, choice.closed, set(best.tracked), best.owner_stages, best.widths, best.costs
+    return recording, *decided, bool(recording.unguarded_state)
+
+
+def with_one_rank(root: nn.Module, recording: Recording) -> set[str]:
+    """FQNs of parameters and units whose stage several ranks cannot hold: each would have a part of what all have.
+
+    These are hooks on the sum of gradients, and buffers that layers write.
+    """
+    hooked = {name for name, each in root.named_parameters() if recording.has_hooks or hooks_of_user(each)}
+    units = {fqn for fqn in recording.units if any(name.startswith(f"{fqn}.") for name in recording.written)}
+    return hooked | units
 
 
 def _record(plan: StagePlan, recipe: Recipe) -> Recording:

@@ -44,6 +44,20 @@ class Product:
         return 2.0 * self.rows * self.inner * self.columns * self.count * self.active_share
 
 
+class FeatureMap(NamedTuple):
+    """An image, volume or feature map of a sample that an operation of a layer reads; ranks can share its rows."""
+
+    rows: int  # length of its longest dim of space
+    row_elements: float  # elements of one row
+    border: int = 0  # rows of neighbours that a kernel reads, on both sides together
+    summed: int = 0  # parameters whose gradients are summed over the ranks in the backward
+    statistics: int = 0  # sums over rows that a norm takes, in the forward and in the backward
+
+    def rows_of(self, ranks: int) -> int:
+        """Return the rows of the rank with most of them; a map with fewer rows than ranks is on each of them."""
+        return -(-self.rows // ranks) if self.rows >= ranks else self.rows
+
+
 @dataclass(frozen=True)
 class LayerCosts:
     """Costs of one layer, or of ``count`` equal layers in a row, for one sample.
@@ -80,11 +94,17 @@ class LayerCosts:
     # whatever has no argument of its result's shape
     has_full_positions: bool = False
     routed_tokens: float = 0.0  # rows that each of all-to-all carries to experts and back; 0 without experts
+    maps: tuple[FeatureMap, ...] = ()  # what its operations over space read; empty if it has none
 
     @property
     def flops(self) -> float:
         """Floating-point operations of one layer's forward for one sample."""
         return sum(product.flops for product in self.products)
+
+    def map_share(self, ranks: int) -> float:
+        """Return the share of its feature maps on the one of so many ranks that has most of them; 1 without maps."""
+        full = sum(each.rows * each.row_elements for each in self.maps)
+        return sum(each.rows_of(ranks) * each.row_elements for each in self.maps) / full if full else 1.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +123,6 @@ class ModelCosts:
     frozen_parameters: int = 0  # parameters without gradients
     # whether layers take statistics of each microbatch, so that results depend on their number
     has_batch_norm: bool = False
-    has_images: bool = False  # whether layers are convolutions of images or volumes, whose rows ranks can share
     why_no_stages: str = ""  # why its step cannot be run in stages, and on microbatches; empty if it may
     notes: tuple[str, ...] = field(default=())  # for reports
     # the layers of layouts with 1, 2, ... stages; those of more stages are ``layers``.
@@ -132,6 +151,18 @@ class ModelCosts:
     def flops(self) -> float:
         """Floating-point operations of a forward for one sample."""
         return sum(layer.flops * layer.count for layer in self.layers)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest feature map that a convolution or norm reads; 0 without."""
+        maps = (each for layer in self.layers for each in layer.maps if each.summed)
+        return max((each.rows for each in maps), default=0)
+
+    def map_share(self, ranks: int) -> float:
+        """Return the share of activations that one of so many ranks has, which share the rows of feature maps."""
+        saved = sum(layer.count * layer.saved for layer in self.layers)
+        shared = sum(layer.count * layer.saved * layer.map_share(ranks) for layer in self.layers)
+        return shared / saved if saved else 1.0
 
     def with_stages(self, num_stages: int) -> ModelCosts:
         """Return the costs with the layers of a step in a number of stages: in few, an opened layer is one."""
@@ -234,6 +265,8 @@ def parameters_of_rank(layers: Iterable[tuple[LayerCosts, int]], layout: PlanLay
 
 def layout_of_layer(layer: LayerCosts, layout: PlanLayout) -> PlanLayout:
     """Return the layout by whose sizes the layer's rows and activations are divided."""
+    if layout.spatial:
+        return layout.replaced(context=1.0 / layer.map_share(layout.context))
     if layer.has_full_positions and layout.context > 1:
         return layout.replaced(context=1)
     return layout

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.predict.costs.layers import (
+    FeatureMap,
     LayerCosts,
     ModelCosts,
     Routing,
@@ -43,6 +44,7 @@ def costs_from_step_graph(
     routings: Mapping[str, Sequence[Routing]] | None = None,
     heads: tuple[int | None, int | None] = (None, None),
     sharded: Set[str] | None = None,
+    maps: Mapping[str, Sequence[FeatureMap]] | None = None,
 ) -> ModelCosts:
     """Return the costs per sample of a recorded step: a layer for each unit, and for operations between them.
 
@@ -61,9 +63,10 @@ def costs_from_step_graph(
         routings: The experts of each unit, by its FQN.
         heads: The numbers that tensor ranks must divide: of heads, and of heads of keys and values.
         sharded: FQNs of the parameters that tensor ranks shard; None if that is not known: then all matrices.
+        maps: What convolutions and norms of each unit read, for all samples, by its FQN.
     """
     routings, part_of = routings or {}, part_of or {}
-    step = RecordedStep(graph, shapes, samples, routings, sharded)
+    step = RecordedStep(graph, shapes, samples, routings, sharded, maps or {})
     of_few_stages: list[tuple[LayerCosts, ...]] = []
     while unopened := _unopened(part_of, shapes, len(of_few_stages) + 1):
         of_few_stages.append(tuple(merge_equal(step.layers(unopened))))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
-from lightning_hybrid.predict.costs.layers import LayerCosts, Product, Routing, Sharding, parameters_of
+from lightning_hybrid.predict.costs.layers import FeatureMap, LayerCosts, Product, Routing, Sharding, parameters_of
 from lightning_hybrid.predict.memory import CONSTANTS
 from lightning_hybrid.predict.ranks import SELECTIVE_SHARE
 
@@ -29,6 +29,8 @@ class RecordedStep:
     routings: Mapping[str, Sequence[Routing]]  # the experts of each unit, by its FQN
     # FQNs of the parameters that tensor ranks shard; None if that is not known: then all matrices
     sharded: Set[str] | None = None
+    # what convolutions and norms of each unit read, for all samples, by its FQN
+    maps: Mapping[str, Sequence[FeatureMap]] = field(default_factory=dict)
 
     def layers(self, part_of: Mapping[str, str]) -> list[LayerCosts]:
         """Return the costs per sample of each layer: of units, and of operations between them.
@@ -115,8 +117,22 @@ class RecordedStep:
             kernels=kernels(len(matrices), len(used) - len(matrices)),
             routed_tokens=sum(each.rows for each in routings) / samples,
             waits_for_rows=bool(routings),
+            maps=tuple(self._maps(group)),
             has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
         )
+
+    def _maps(self, group: _Group) -> Iterator[FeatureMap]:
+        """Yield the feature maps that a layer of a model with convolutions reads, inside of units and around them."""
+        if not self.maps:
+            return
+        for node in group.nodes:
+            for each in self.maps.get(node.unit, ()):
+                yield each._replace(row_elements=each.row_elements / self.samples)
+            if node.unit not in self.maps:
+                for shape in (self.graph.values[index].shape for index in node.inputs):
+                    if len(shape) in (4, 5) and shape[0] == self.samples:
+                        rows = max(shape[2:])
+                        yield FeatureMap(rows, math.prod(shape) / rows / self.samples)
 
     def _with_sharded_table(self, layers: list[LayerCosts], owner: Mapping[str, int]) -> list[LayerCosts]:
         """Return the layers with the largest table of embeddings as parameters that tensor ranks divide by its rows."""

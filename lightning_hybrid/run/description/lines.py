@@ -67,6 +67,11 @@ def describe_batch(run: Run, batch: RecordedBatch | None, assignment: Assignment
     return f"{line}; predicted bubble {100 * predicted_bubble(run, assignment, count):.0f} %"
 
 
+def knows_batches(run: Run) -> bool:
+    """Whether the size of batches is known, or will not be: the Trainer asks hooks for loaders after the start."""
+    return run.batch is not None or _batch_size_of_loader(run.setting.trainer) is not None
+
+
 def _batch_size_of_loader(trainer: Any) -> int | None:
     """Return the batch size of the loader that the user has passed to ``fit``; None if it is made later, or unknown."""
     source = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.pipeline.stages.plan import StagePlan
 from lightning_hybrid.predict.ranks import KINDS, RankMemory
 from lightning_hybrid.run.description.lines import (
     describe_batch,
@@ -24,6 +25,7 @@ from lightning_hybrid.run.description.lines import (
     describe_environment,
     describe_memory,
     describe_parameters,
+    knows_batches,
 )
 from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.run.run import Run
@@ -34,7 +36,7 @@ from lightning_hybrid.text import columns, sized, spanned, wrapped
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
     "number of labels that are not ignored": ("classes",),
-    "number of elements that a mask selects": ("elements", "rows"),
+    "number of elements": ("elements", "rows"),
     "sum of a mask or of weights": ("divisor",),
 }
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")
@@ -81,7 +83,8 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         memory: list[RankMemory] | None = None
         with only_informs("the estimated memory"):
             memory = _expected_memory(run, optimizers, count, rank_of)
-        head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch)]
+        head += [describe_batch(run, batch, first)] if knows_batches(run) else []
+        head += describe_batch_norm(setting, batch)
         head += [*describe_embeddings(setting), describe_parameters(setting, None if first is None else first.graph)]
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         if memory is not None:
@@ -89,7 +92,7 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         details += [] if first is None else _stage_rows(first, ranks, memory)
     elif first is not None:
         details += _stage_rows(first, ranks, None)
-    rest += [] if first is None else _shared_and_means(run, first)
+    rest += [] if first is None else [*_describe_widths(run.plan, first), *_shared_and_means(run, first)]
     if run.fallback is not None and run.fallback.line:
         head.insert(1, run.fallback.line)
     details += [line for technique in run.techniques for line in technique.details(run)]
@@ -153,6 +156,17 @@ def _stage_rows(
         holders = [", ".join(map(str, ranks[stage]))] if has_ranks else []
         rows.append([str(stage), *holders, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
     return columns(rows, wrapped=len(titles))
+
+
+def _describe_widths(plan: StagePlan | None, assignment: Assignment) -> list[str]:
+    """Return a line on stages of several ranks, and the bytes of their further copies of parameters."""
+    if plan is None or not plan.widths:
+        return []
+    sizes, held = assignment.graph.parameter_bytes, assignment.holders
+    of_stages = [sum(sizes[name] for name in held if stage in held[name]) for stage in range(len(plan.widths))]
+    copied = sum((width - 1) * size for width, size in zip(plan.widths, of_stages, strict=True))
+    chosen = "chosen, " if plan.chooses_widths else ""
+    return [f"stage widths: {list(plan.widths)}, {chosen}with {sized(copied)} of further copies of parameters"]
 
 
 def _shared_and_means(run: Run, assignment: Assignment) -> list[str]:

@@ -276,11 +276,13 @@ def with_cuts_of_checkpoint(trainer: pl.Trainer, options: Options, layout: Paral
     """Return the options of a run, with the cuts that the run which it resumes has chosen."""
     if trainer.state.fn != TrainerFn.FITTING or layout.pipeline_parallel_size == 1:
         return options
-    num_stages = layout.pipeline_parallel_size * options.stages_per_rank
+    num_ranks = layout.pipeline_parallel_size
     for chosen in _chosen(trainer):
+        widths = chosen.widths if options.stage_widths == "auto" else options.stage_widths
+        num_stages = len(widths or ()) if sum(widths or ()) == num_ranks else num_ranks * options.stages_per_rank
         cuts = chosen.cuts_of_start(trainer.lightning_module, options.pipeline_cuts, num_stages)
         if cuts is not None:
-            return dataclasses.replace(options, pipeline_cuts=cuts)
+            return dataclasses.replace(options, pipeline_cuts=cuts, stage_widths=widths)
     return options
 
 
@@ -297,6 +299,8 @@ def with_pending_cuts(setting: Setting) -> Options:
     options = dataclasses.replace(setting.options, pipeline_cuts=pending_cuts(setting.trainer))
     for chosen in _chosen(setting.trainer):
         chosen.applied()
+        if options.stage_widths == "auto":  # the cuts are for these widths
+            options = dataclasses.replace(options, stage_widths=chosen.widths)
     return options
 
 

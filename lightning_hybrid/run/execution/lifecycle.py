@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from lightning_hybrid.run.build import build_run
 from lightning_hybrid.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.run.connected import Optimization
 from lightning_hybrid.run.contexts import StepContexts
+from lightning_hybrid.run.description.lines import describe_batch, knows_batches
 from lightning_hybrid.run.description.monitors import connect_monitors
 from lightning_hybrid.run.description.table import announce_run
 from lightning_hybrid.run.execution.first_step import FirstStepCheck
@@ -37,6 +39,7 @@ from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
 from lightning_hybrid.strategies.state.partial import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
+from lightning_hybrid.strategies.user_code.schedules import check_schedules
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 from lightning_hybrid.techniques.batch_norm import synced_norms
 from lightning_hybrid.techniques.order import check_techniques
@@ -90,7 +93,7 @@ class RunLifecycle:
             norms = synced_norms(strategy._layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
         self._partition: ModulePartition | None = None  # of a layout that is not announced yet
-        self._is_announced = False
+        self._is_announced = self._lacks_batches = False
         self.optimization = Optimization()
         self.setting = Setting(
             trainer=trainer,
@@ -270,6 +273,14 @@ class RunLifecycle:
         if is_first and setting.is_fitting and setting.shards_module:
             self._files.warn_of_size(setting)
         self._is_announced, self._partition = True, None
+        self._lacks_batches = setting.is_fitting and not knows_batches(self.run)
+
+    def on_train_start(self) -> None:
+        """Check schedules; print the line on batches that the start table lacks, as the loader is made by now."""
+        check_schedules(self.setting.trainer)
+        if self._lacks_batches:
+            rank_zero_info(describe_batch(self.run, self.run.batch, None))
+        self._lacks_batches = False
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.params import store
@@ -146,6 +147,11 @@ class TensorSnapshot:
         self._tensor, self._memory, self._version = tensor, tensor.detach(), tensor._version
         self._content = detached_copy(tensor)
 
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor itself, of any shape."""
+        return self._tensor
+
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is a snapshot of this tensor object, whatever shape that has now."""
         return self._tensor is tensor
@@ -206,6 +212,21 @@ class ModuleSnapshot(ArgumentSnapshot):
         if isinstance(item, Tensor) and id(item) not in seen and can_restore(item) and item.numel() <= self._copied:
             seen.add(id(item))
             self._tensors.append(TensorSnapshot(item))
+
+    def written_buffers(self, root: nn.Module) -> frozenset[str]:
+        """FQNs of the buffers of a module that have been written since, or are others.
+
+        Averages of BatchNorm are left out. Those of other norms are written by kernels that do not tell.
+        """
+        here = {id(content.tensor) for content in self._buffers if content.is_here()}
+        return frozenset(
+            f"{fqn}.{name}" if fqn else name
+            for fqn, module in modules_in(root)
+            if not isinstance(module, _BatchNorm)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not is_absent(buffer)
+            if id(buffer) not in here or (isinstance(module, _NormBase) and module.training)
+        )
 
     def has_unchanged(self, buffer: Tensor) -> bool:
         """Whether a buffer of any shape is recorded and has not been written since."""

@@ -190,3 +190,10 @@ class GradientHook:
     def is_idle(self) -> bool:
         """Whether a call would do nothing now, so that the gradient may be accumulated later."""
         return self._is_idle()
+
+
+def hooks_of_user(parameter: Tensor) -> list[Any]:
+    """The user's hooks on the gradient of a parameter of any shape, those after its accumulation last."""
+    with torch._C.DisableTorchFunction():
+        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [hook for each in hooks for hook in (each or {}).values() if not isinstance(hook, GradientHook)]

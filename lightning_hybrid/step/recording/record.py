@@ -150,6 +150,7 @@ class Recipe:
                     result = self.step()
                 refuse_number_in_buffer(root, state, "" if self.guesses else recorder.numbers_read)
                 recording = recorder.finish(root, self.name, result, owned, loss_required=self.trains)
+                recording = replace(recording, written=state.written_buffers(root))
                 return replace(
                     with_kept_values(root, state, old, recorder, recording),
                     has_functions=in_backward.has_functions,

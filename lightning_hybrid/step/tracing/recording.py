@@ -70,6 +70,7 @@ class Recording:
         has_guesses: Whether code of the step read a value of the model that was guessed.
         has_functions: Whether an autograd function of user code was applied, also inside of units.
         has_hooks: Whether a hook on the gradient of a tensor was registered.
+        written: FQNs of the buffers of units that it writes, without averages of BatchNorm.
         logged: What it logs beside values of its graph and metrics: the name, and the number; NaN for a number read
             from the model and for a tensor of the batch, None for what is no number.
     """
@@ -94,6 +95,7 @@ class Recording:
     has_guesses: bool = False
     has_functions: bool = False
     has_hooks: bool = False
+    written: frozenset[str] = frozenset()
     logged: tuple[tuple[str, float | None], ...] = ()
 
     def parameters_read_outside(self) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -14,12 +13,12 @@ import torch.distributed as dist
 
 from lightning_hybrid.batch.split import BatchSplitter
 from lightning_hybrid.errors import BatchError, LayoutError
-from lightning_hybrid.layout import is_count
+from lightning_hybrid.layout import SIZE_OPTIONS, ParallelLayout, is_count
 from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
-from lightning_hybrid.schedule.widths import nearest_widths
+from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import Objective
@@ -33,7 +32,6 @@ _SIZES = (
     "context_parallel_size",
     "expert_parallel_size",
 )
-_BESIDE_STAGES = ("data_parallel_size", "tensor_parallel_size", "context_parallel_size")
 # What further options of "auto" are where nothing is planned.
 _UNPLANNED: dict[str, Any] = {
     "schedule": "1f1b",
@@ -77,7 +75,7 @@ class Options:
     microbatch: Literal["auto"] | None = None
     expert_chunks: int = 1
     spatial_parallel_size: int = 1
-    stage_widths: Sequence[int] | None = None
+    stage_widths: Sequence[int] | Literal["auto"] | None = None
     optimizer_in_backward: bool = False
     chunked_loss: bool | int = False
     save_distributed_checkpoint: bool = False
@@ -205,12 +203,19 @@ class Options:
         widths, size = self.stage_widths, self.sizes["pipeline_parallel_size"]
         if widths is None:
             return
-        if not isinstance(widths, list | tuple) or not widths or not all(map(is_count, widths)):
+        if widths == "auto":
+            if size == "auto" and not self.asks_for_plan:
+                raise LayoutError(
+                    "stage_widths='auto' chooses the widths of stages for a number of pipeline ranks, and"
+                    " pipeline_parallel_size='auto'; set it to that number",
+                    entry="stage-widths",
+                )
+        elif not isinstance(widths, list | tuple) or not widths or not all(map(is_count, widths)):
             raise LayoutError(
-                f"stage_widths={widths!r}; use a list with the number of ranks of each stage, such as [3, 1]",
+                f"stage_widths={widths!r}; use 'auto' or a list with the number of ranks of each stage, such as [3, 1]",
                 entry="stage-widths",
             )
-        if size not in ("auto", sum(widths)):
+        elif size not in ("auto", sum(widths)):
             raise LayoutError(
                 f"stage_widths={list(widths)} needs {sum(widths)} pipeline ranks, and pipeline_parallel_size={size};"
                 f" leave pipeline_parallel_size out, or change the widths so that they sum to {size}",
@@ -218,36 +223,12 @@ class Options:
             )
         if self.stages_per_rank > 1:
             raise LayoutError(
-                f"stage_widths={list(widths)} gives stages several ranks, and stages_per_rank={self.stages_per_rank}"
+                f"stage_widths={widths!r} gives stages several ranks, and stages_per_rank={self.stages_per_rank}"
                 " gives ranks several stages; leave one of the two out",
                 entry="stage-widths",
             )
+        widths = (1,) if isinstance(widths, str) else widths
         make_schedule(self.schedule, sum(widths), 1, widths=widths)
-
-    def check_ranks(self, count: int) -> None:
-        """Check that stages of different widths fill so many ranks.
-
-        Raises:
-            LayoutError: They do not; names the nearest widths and numbers of devices that fit.
-        """
-        if self.stage_widths is None:
-            return
-        widths, sizes = list(self.stage_widths), self.mesh_sizes
-        others = math.prod(size for name, size in sizes.items() if name in _BESIDE_STAGES and isinstance(size, int))
-        needed, is_open = sum(widths) * others, sizes["data_parallel_size"] == "auto"
-        if count == needed or (is_open and count % needed == 0):
-            return
-        fewer = count // needed * needed if is_open else 0
-        advice = [f"devices={' or '.join(str(each) for each in (fewer, fewer + needed) if each)}"]
-        room, remainder = divmod(count, others)
-        fitting = [each for each in range(len(widths), room + 1) if room % each == 0 and (is_open or each == room)]
-        if fitting and not remainder:
-            advice.insert(0, f"stage_widths={nearest_widths(widths, min(fitting, key=lambda n: abs(n - sum(widths))))}")
-        raise LayoutError(
-            f"stage_widths={widths} needs {'a multiple of ' if is_open else ''}{needed} ranks, but the world has"
-            f" {count}; set {', or '.join(advice)}",
-            entry="stage-widths",
-        )
 
     def _check_spatial(self) -> None:
         given = {**self.sizes, "compile": self.compile}
@@ -338,6 +319,24 @@ class Options:
                 )
         _ = self.offloaded
 
+    def check_replicas(self, layout: ParallelLayout) -> None:
+        """Refuse to shard over one replica; of a run that trains.
+
+        Raises:
+            LayoutError: Shards are of one replica.
+        """
+        if not self.zero_stage or layout.data_shard_size > 1:
+            return
+        ranks, others = layout.world_size, [layout.option(axis) for axis in SIZE_OPTIONS if layout.by_axis[axis] > 1]
+        of = f" with {', '.join(others)}" if others else ""
+        why = f"{counted(ranks, 'device')}{of} make{'s' * (ranks == 1)} 1 replica; use {2 * ranks} devices"
+        if layout.data_parallel_size > 1:
+            why = f"shard_size=1 makes shards of 1 replica of {layout.data_parallel_size}; leave shard_size out"
+        raise LayoutError(
+            f"zero_stage={self.zero_stage} shards the state of a model over replicas, and {why}, or set zero_stage=0",
+            entry="zero-replicas",
+        )
+
     def _check_reshard(self) -> None:
         given: Any = self.reshard_after_forward
         if isinstance(given, bool) or given == "auto":
@@ -381,7 +380,7 @@ class Options:
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
         """The sizes of the layout; those left to the planner are 1 unless it has set them."""
         sizes = {n: 1 if size == "auto" and n != "data_parallel_size" else size for n, size in self.sizes.items()}
-        if self.stage_widths is not None:
+        if not isinstance(self.stage_widths, str | None):
             sizes["pipeline_parallel_size"] = sum(self.stage_widths)
         if self.spatial_parallel_size > 1:  # its ranks read the same samples, as context ranks do
             sizes["context_parallel_size"] = self.spatial_parallel_size

@@ -28,6 +28,8 @@ _SECONDS_FOR_PEERS = 1.0
 # Time that the rank which may host the store stays, for the others to read why it failed.
 _SECONDS_FOR_READERS = 2.0
 _NAN = "returned nan values"
+# Time for the rank that failed first to print its error, before others refer to it.
+_SECONDS_FOR_FIRST = 1.0
 _SHOWN_CHARS = 500
 _REPEATED_CHARS = 80  # of an error, in the lines of other ranks
 # Why the connections of a world were closed; one that is made anew is another.
@@ -114,7 +116,8 @@ class RankFailures(RunCallback):
             return
         is_same = first != cause and _is_reported_by(first, error)
         failed = " ".join(first.split()[:2])  # "rank 0"
-        shorten(error, f"rank {self._mesh.rank} stopped: {failed} failed (see there)" if is_same else "")
+        line = f"rank {self._mesh.rank} stopped: {failed} failed (see there)" if is_same else ""
+        shorten(error, line, seconds=_SECONDS_FOR_FIRST)
         if self._all_reported(_SECONDS_FOR_PEERS):
             return
         self._close(first)

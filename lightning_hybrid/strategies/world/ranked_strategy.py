@@ -38,6 +38,7 @@ from lightning_hybrid.strategies.options.auto_sizes import (
     plan_options,
 )
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.options.stage_widths import check_widths
 from lightning_hybrid.strategies.world.before_ranks import check_call
 from lightning_hybrid.strategies.world.failures import check_connections
 from lightning_hybrid.strategies.world.interface import name_interface
@@ -149,7 +150,7 @@ class RankedStrategy(ParallelStrategy):
     def _resolve_layout(self) -> ParallelLayout:
         if not self.num_processes:
             raise RuntimeError("the layout depends on the number of devices; read it once a Trainer has this strategy")
-        self.options.check_ranks(self._num_ranks)
+        check_widths(self.options, self._num_ranks)
         return ParallelLayout.resolve(self._num_ranks, **self.options.mesh_sizes)  # type: ignore[arg-type]
 
     @property
@@ -248,7 +249,9 @@ class RankedStrategy(ParallelStrategy):
             if self.options.start_method == "popen" or self.root_device.type == "cpu":
                 self._check_precision(kwargs.get("trainer"))
             if not self.options.asks_for_plan:
-                self._resolve_layout()
+                layout = self._resolve_layout()
+                if "trainer" in kwargs and kwargs["trainer"].state.fn == "fit":
+                    self.options.check_replicas(layout)
             check_call(self.options, function, *args, **kwargs)
 
     def _check_precision(self, trainer: pl.Trainer | None) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import linecache
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,18 +25,24 @@ from lightning_hybrid.patching import around
 _OWN = str(Path(__file__).resolve().parents[2])
 _ANOMALY = "Error detected in "
 _FRAME = re.compile(r'  File "([^"]+)", line \d+, in .*\n(?:    .*\n)?')
-_LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames
 # By which this package runs operations of the user, and the backward of them.
 _OPERATIONS = "func(", "run_backward("
+_LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames, and after how many seconds
 # "<string>" has the methods that dataclasses write.
 _LIBRARIES = ("<string>", contextlib.__file__, _OWN, *lightning.__path__, *torch.__path__)
 
 
-def shorten(error: BaseException, line: str = "") -> None:
-    """Let Python print an error that nothing catches by frames of the user's code; by one ``line``, where given."""
+def shorten(error: BaseException, line: str = "", *, seconds: float = 0) -> None:
+    """Let Python print an error that nothing catches by frames of the user's code.
+
+    Args:
+        error: The error, which is not changed.
+        line: What is printed instead, where given.
+        seconds: Time before the line, for another rank to print what the line refers to.
+    """
     if sys.flags.dev_mode:
         return
-    error.__dict__[_LINE] = line
+    error.__dict__[_LINE] = line, seconds
     if not isinstance(sys.excepthook, Shortening):
         sys.excepthook = Shortening(sys.excepthook)
 
@@ -73,8 +80,9 @@ class Shortening:
 
     def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         """Print an error that nothing has caught."""
-        line = vars(error).get(_LINE)
+        line, seconds = vars(error).get(_LINE, (None, 0))
         if line:
+            time.sleep(seconds)
             # In one call: ranks share the terminal, and print would write the newline in a second one.
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()

@@ -178,8 +178,9 @@ def test_module_is_planned_as_its_configuration():
     costs = record_costs(pl, module, {}, "bf16-mixed").costs
     expected = costs_from_config(config.to_dict(), config.max_position_embeddings)
     arguments = number_format_of("bf16-mixed"), load_hardware("h100"), 8
-    own, other = (search_layouts(each, *arguments, batch=64) for each in (costs, expected))
-    assert own.best.layout == other.best.layout and own.best.layout.expert > 1
+    for fixed in ({}, {"expert": 4}):
+        own, other = (search_layouts(each, *arguments, batch=64, fixed=fixed) for each in (costs, expected))
+        assert own.best.layout == other.best.layout and own.best.layout.expert == fixed.get("expert", 1)
 
 
 def test_loops_over_experts_are_recorded_without_values(monkeypatch):

@@ -136,6 +136,25 @@ def fit_replicas(options):
     return [line for line in lines if line.startswith("hybrid3d")]
 
 
+class MakesLoader(Tiny):
+    def train_dataloader(self):
+        return loader(4)
+
+
+def fit_with_loader_of_hook(options):
+    ignore_warnings()
+    trainer = trainer_of(2, strategy_options=options, limit_train_batches=1)
+    with lines_of_lightning() as lines:
+        trainer.fit(MakesLoader())
+    return [line for each in lines for line in each.splitlines() if line.startswith("batch: ")]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}])
+def test_batches_of_a_loader_that_a_hook_makes_are_told_of_once(worlds, options):
+    [[line], others] = worlds.run(2, fit_with_loader_of_hook, options)
+    assert line == f"batch: 8 samples = 2 replicas x {'2 microbatches of 2' if options else '4'}" and others == []
+
+
 @pytest.mark.parametrize(
     ("options", "batch"),
     [

@@ -173,6 +173,12 @@ def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
             {"stages_per_rank": 8},
             "stages_per_rank=8 makes 16 stages, but the step has only . layers with parameters",
         ),
+        (
+            2,
+            {"zero_stage": 3},
+            "2 devices with pipeline_parallel_size=2 make 1 replica; use 4 devices, or set zero_stage=0",
+        ),
+        (4, {"zero_stage": 1, "shard_size": 1}, "shard_size=1 makes shards of 1 replica of 2; leave shard_size out"),
         (2, {"num_microbatches": 9}, "num_microbatches=9 but the batch has only 4 samples"),
     ],
 )

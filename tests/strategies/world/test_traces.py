@@ -60,6 +60,7 @@ def test_one_rank_prints_frames_of_the_user(tmp_path, ranks):
         assert "had to stop: rank 1 (pipeline rank 1 of 2) in " in other
     else:
         assert other in [f"rank {1 - rank} stopped: rank {rank} failed (see there)\n" for rank in ranks]
+        assert output.index("Traceback") < output.index(other)
 
 
 def test_long_message_is_printed_by_its_rank_alone(tmp_path):
