@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_hybrid.checkpoint.loading import accept_folders
+from lightning_hybrid.errors import add_error_note
 from lightning_hybrid.namespace import PACKAGES
 
 _NAMES: dict[str, dict[str, Any]] = {
@@ -38,6 +39,8 @@ def register(package: ModuleType) -> None:
         if name not in registry:
             description = "data, tensor and pipeline parallelism for unmodified LightningModules"
             registry.register(name, _build, description=description, **options)
+    connectors = importlib.import_module(f"{package.__name__}.trainer.connectors.accelerator_connector")
+    _list_names(connectors._AcceleratorConnector)
 
 
 def name_options(library: ModuleType) -> None:
@@ -51,6 +54,29 @@ PREPARE: dict[str, Callable[[ModuleType], None]] = {**dict.fromkeys(PACKAGES, re
 
 def _build(**options: Any) -> Any:
     return importlib.import_module("lightning_hybrid.strategies.hybrid3d").Hybrid3DStrategy(**options)
+
+
+def _list_names(connector: Any) -> None:
+    """Let Lightning's error of an unknown strategy, which lists its own names, list the names of this package too."""
+    init = connector.__init__
+    if hasattr(init, "lists_hybrid3d"):
+        return
+
+    @functools.wraps(init)
+    def init_with_names(self: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            init(self, *arguments, **options)
+        except ValueError as error:
+            if "strategy='hybrid" in str(error):
+                add_error_note(
+                    error,
+                    f"names of lightning_hybrid are {', '.join(_NAMES)}; other options are arguments:"
+                    " strategy=Hybrid3DStrategy(pipeline_parallel_size=2)",
+                )
+            raise
+
+    init_with_names.lists_hybrid3d = True  # type: ignore[attr-defined]
+    connector.__init__ = init_with_names
 
 
 def _refuse_in(trainer: Any) -> None:

@@ -41,7 +41,7 @@ class Classifier(L.LightningModule):
 
 
 def loader(seed, samples, **options):
-    """Noisy images with a bright row, whose number is the class."""
+    # Noisy images with a bright row, whose number is the class.
     random = torch.Generator().manual_seed(seed)
     images, label = torch.randn(samples, 1, 16, 16, generator=random), torch.randint(10, (samples,), generator=random)
     images[torch.arange(samples), 0, label + 3] += 1

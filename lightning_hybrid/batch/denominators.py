@@ -9,7 +9,7 @@ tried: the one with which the mean over microbatches equals the loss of the full
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ _IGNORED = -100  # torch's default ``ignore_index``
 # Relative differences of losses that may be rounding errors.
 _ROUNDING = {torch.float64: 1e-12}
 _ROUNDING_OF_SINGLE = 1e-6
+_ROUNDING_OF_HALF = 1e-2
 # The mean by a count must be closer to the loss of the batch than the mean over samples by its square root.
 
 
@@ -55,6 +56,8 @@ class Count(NamedTuple):
         tensors = _tensors(batch)
         if self.position >= len(tensors):
             return 0.0
+        if self == SAMPLES:
+            return float(len(tensors[0]))
         tensor = tensors[self.position].detach()
         if self.begin or self.end is not None:
             tensor = tensor[..., self.begin : self.end]
@@ -63,6 +66,9 @@ class Count(NamedTuple):
     def weights(self, microbatches: Sequence[Any]) -> list[float] | None:
         """The weights of the microbatches of one batch, which sum to 1; None if all counts are 0."""
         return weights_by([self], microbatches)[0]
+
+
+SAMPLES = Count(-1, None)  # the number of samples
 
 
 class Mean(NamedTuple):
@@ -82,8 +88,9 @@ def find_counts(
 ) -> tuple[Count, ...]:
     """The counts by which microbatches are weighted; none if by samples, or if none is found.
 
-    Several are found where masks and labels select the same entries of this batch. ``partitions`` has the microbatches
-    of each partition, and their shares of the samples; ``dtype`` is that of the scalar loss.
+    Several are found where masks and labels select the same entries of this batch, and labels with the samples where
+    the losses of microbatches are so alike that either may be. ``partitions`` has the microbatches of each partition,
+    and their shares of the samples; ``dtype`` is that of the scalar loss.
     """
     bound = error_bound(loss, [weights for _, weights in partitions], dtype)
     errors: dict[Count, float] = {}
@@ -94,11 +101,29 @@ def find_counts(
             errors[count] = max(of_parts)
     least = min(errors.values(), default=bound)
     if least >= bound:
-        return ()
+        return _likely_labels(loss, batch, partitions, dtype)
     rounding = rounding_of(loss.full, dtype)
     near = [count for count, error in errors.items() if error <= max(least + rounding, min(bound, 10 * rounding))]
     # The most common of the nearest; others may prove nearer on a batch where they differ.
     return tuple(sorted(near, key=lambda count: errors[count] > least + rounding))
+
+
+def _likely_labels(
+    loss: Mean, batch: Any, partitions: Sequence[tuple[Sequence[Any], Sequence[float]]], dtype: torch.dtype
+) -> tuple[Count, ...]:
+    """A count of labels that is as right as the samples, and these: -100 among integers is seldom another thing."""
+    near = 10 * rounding_of(loss.full, dtype)
+    if dtype not in (torch.float64, torch.float32):  # losses of 16 bits tell less
+        of_samples = max(loss.errors([weights for _, weights in partitions]))
+        near = max(near, min(of_samples, _ROUNDING_OF_HALF * abs(loss.full)))
+    for count in counts_in(batch):
+        weights = [count.weights(microbatches) for microbatches, _ in partitions]
+        if count.ignored != _IGNORED or any(each is None for each in weights):
+            continue
+        is_other = any(not _is_close(each, of) for each, (_, of) in zip(weights, partitions, strict=True))
+        if is_other and max(loss.errors([each for each in weights if each is not None])) <= near:
+            return count, SAMPLES
+    return ()
 
 
 def weights_by(counts: Sequence[Count], microbatches: Sequence[Any]) -> list[list[float] | None]:
@@ -134,15 +159,20 @@ def rounding_of(number: float, dtype: torch.dtype) -> float:
     return _ROUNDING.get(dtype, _ROUNDING_OF_SINGLE) * abs(number)
 
 
-def counts_in(batch: Any) -> Iterator[Count]:
-    """The candidate counts of a batch: labels that are not ignored, masks, weights; the most common first."""
+def counts_in(batch: Any) -> list[Count]:
+    """The candidate counts of a batch: labels that are not ignored, masks, weights; the most common first.
+
+    Those of labels that a cross entropy ignores by default are the first: no padding is as likely to be counted.
+    """
     found = list(enumerate(_tensors(batch)))
-    for begin, end in ((0, None), (1, None), (0, -1)):
-        for position, leaf in found:
-            if (begin or end) and (leaf.dim() < 2 or leaf.shape[-1] < 2):
-                continue
-            for ignored in _ignored_in(leaf):
-                yield Count(position, ignored, begin, end)
+    counts = [
+        Count(position, ignored, begin, end)
+        for begin, end in ((0, None), (1, None), (0, -1))
+        for position, leaf in found
+        if not (begin or end) or (leaf.dim() > 1 and leaf.shape[-1] > 1)
+        for ignored in _ignored_in(leaf)
+    ]
+    return sorted(counts, key=lambda count: count.ignored != _IGNORED)
 
 
 def uneven_masks(batch: Any, microbatches: Sequence[Any], weights: Sequence[float]) -> set[Count]:

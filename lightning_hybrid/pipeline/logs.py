@@ -159,8 +159,8 @@ def describe_unexplained(step: str, key: NumberKey, full: float, made: float, ho
 def describe_undecided(name: str) -> str:
     """The warning about a logged number that no batch has explained by its microbatches."""
     return (
-        f"training_step logs {name!r}, which was 0 or true in all batches that were compared with their microbatches,"
-        " and is not now: this number may be that of a microbatch. The next batch shows how they make it"
+        f"training_step logs {name!r}, which its microbatches gave in several ways in all batches that were compared"
+        " (0, or true), and do not now: this number may be that of a microbatch. The next batch shows how they make it"
         " (docs/semantics/logging_and_metrics.md)"
     )
 

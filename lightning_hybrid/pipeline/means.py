@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hybrid.batch.denominators import Count, uneven_masks, weights_differ
+from lightning_hybrid.batch.denominators import SAMPLES, Count, uneven_masks, weights_differ
 from lightning_hybrid.batch.elements import BatchElements
 from lightning_hybrid.batch.means import (
     Share,
@@ -42,7 +42,8 @@ from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.host_copies import read_numbers
 from lightning_hybrid.pipeline.full_batch import differ
 from lightning_hybrid.pipeline.logs import Entry, LogCapture, keyed
-from lightning_hybrid.pipeline.measure import LossWeighting, is_same, rounded_as
+from lightning_hybrid.pipeline.measure import LossWeighting
+from lightning_hybrid.pipeline.reductions import is_same, rounded_as
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches, TraceCache
 from lightning_hybrid.pipeline.undone import undone_runs
@@ -398,6 +399,8 @@ class LossWeightFinder:
             return False
         if self.now.undecided and self._compared < _MAX_TRIED:
             return True
+        if SAMPLES in self.now.counts and self._compared >= _MAX_TRIED:
+            return False
         if self.now.counts:
             return weights_differ(self.now.counts, split(batch, count, self._splitter)[0])
         return len(self._tried) < _MAX_TRIED and bool(self._new_masks(batch, count))
@@ -438,7 +441,7 @@ class LossWeightFinder:
         elif self._can_be_split(batch, count) and weights_differ(
             self.now.counts, split(batch, count, self._splitter)[0]
         ):
-            self.now = self.now._replace(counts=self.now.counts[:1])
+            self.now = self.now._replace(counts=() if SAMPLES in self.now.counts else self.now.counts[:1])
         self.now = self.now._replace(reductions=before.reductions, candidates=before.candidates).with_evidence(found)
 
     def _can_be_split(self, batch: Any, count: int) -> bool:

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.batch.denominators import Count, Mean, error_bound, find_counts
-from lightning_hybrid.batch.merge import REDUCTIONS, Argument, Leaf
+from lightning_hybrid.batch.denominators import SAMPLES, Count, Mean, error_bound, find_counts
+from lightning_hybrid.batch.merge import Argument, Leaf
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, copied_batch, sizes_of, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
@@ -31,16 +31,23 @@ from lightning_hybrid.pipeline.frequencies import FrequencyScaling
 from lightning_hybrid.pipeline.left import Left, LeftValues, joined_tensors, numbers_of
 from lightning_hybrid.pipeline.logs import Key, LogCapture, NumberKey, keyed, size_of
 from lightning_hybrid.pipeline.reasons import describe_difference, describe_lost, describe_mixing, describe_scaled
+from lightning_hybrid.pipeline.reductions import (
+    difference_of,
+    is_close,
+    is_decided,
+    is_same,
+    nearest_number,
+    nearest_ways,
+    reductions_of,
+    rounded_as,
+)
 from lightning_hybrid.pipeline.runtime.gradients import without_hooks
 from lightning_hybrid.pipeline.undone import UndoneRuns, undone_runs
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.recording.units import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import find_loss
 
-# Relative differences of losses that rounding may cause, by dtype.
-_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
-_ROUNDING_OF_HALF = 5e-2
-# The same of the gradients of a parameter; other dtypes are too coarse for a test.
+# Relative differences of the gradients of a parameter that rounding may cause; other dtypes are too coarse for a test.
 _ROUNDING_OF_GRADIENTS = {torch.float64: 1e-7, torch.float32: 2e-2}
 MOST_PARTS = 16  # of a batch whose whole numbers are compared
 _LEAST = 1e-2  # gradients smaller than this share of the largest are compared with that share
@@ -82,14 +89,14 @@ class LossWeighting(NamedTuple):
     @property
     def undecided(self) -> Mapping[NumberKey, tuple[str, ...]]:
         """The numbers that another batch must explain by its parts: they were 0, or true in all."""
-        return {key: how for key, how in self.candidates if len(how) > 1 and not _is_decided(how)}
+        return {key: how for key, how in self.candidates if len(how) > 1 and not is_decided(how)}
 
     def with_evidence(self, other: LossWeighting) -> LossWeighting:
         """The same weighting, with what another comparison has shown about numbers."""
         known = dict(self.candidates)
         candidates = {key: tuple(h for h in how if h in known.get(key, how)) or how for key, how in other.candidates}
         candidates = {**known, **candidates}
-        decided = {key: how[0] for key, how in candidates.items() if _is_decided(how)}
+        decided = {key: how[0] for key, how in candidates.items() if is_decided(how)}
         reductions = {**dict(other.reductions), **dict(self.reductions), **decided}
         nearest = {**dict(self.nearest), **dict(other.nearest)}
         changed = self._replace(candidates=tuple(candidates.items()), reductions=tuple(reductions.items()))
@@ -118,7 +125,8 @@ def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) ->
     """Agree with the ranks of all replicas on the weighting of one step; collective."""
     rows: list[LossWeighting] = [local] * dist.get_world_size(group)
     dist.all_gather_object(rows, local, group=group)
-    found = next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), local)
+    counted = sorted((row for row in rows if row.counts), key=lambda row: SAMPLES in row.counts)  # the surest first
+    found = next((row for row in rows if row.mixes), None) or next(iter(counted), local)
     for row in rows:
         found = found.with_evidence(row)
     ways = {row.scales_gradients for row in rows} - {None}
@@ -177,37 +185,35 @@ class Comparison:
         dtype = found[0].dtype
         sample_weights = [weights for _, weights in partitions]
         mean = _mean([one.loss for one in found], sample_weights)
+        counts, differing = find_counts(mean, batch, partitions, dtype), difference_of(mean, sample_weights, dtype)
+        count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions] if counts else []
+        weightings = [sample_weights, count_weights] if counts else [sample_weights]
         keys = frozenset[NumberKey].intersection(*(frozenset(one.logs) for one in found))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
-        hows = {key: reductions_of(each, sample_weights, dtype) for key, each in logged.items()}
+        hows = {key: reductions_of(each, weightings, dtype) for key, each in logged.items()}
         hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
         sums = {key: logged[key].full for key, how in hows.items() if how == ["sum"] and logged[key].full.is_integer()}
         by_chance = self._coincidences(sums, batch, dtype) if splitter is None and not is_lost else {}
         hows |= {key: [] for key in by_chance}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
-        reductions = tuple((key, how[0]) for key, how in hows.items() if _is_decided(how))
+        reductions = tuple((key, how[0]) for key, how in hows.items() if is_decided(how))
         shown = LossWeighting(reductions=reductions, candidates=tuple((key, tuple(how)) for key, how in hows.items()))
         unexplained = tuple(
             (key, logged[key].full, by_chance[key], "sum")
             if key in by_chance
-            else _unexplained(key, logged[key], sample_weights)
+            else nearest_number(key, logged[key], sample_weights)
             for key in hows
             if not hows[key]
         )
-        shown = shown._replace(nearest=_nearest(hows, unexplained))
-        counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
+        shown = shown._replace(nearest=nearest_ways(hows, unexplained))
         lost = self._lost([one.left for one in found], partitions[0], dtype)
         if not counts:
             return _without_leaves(shown._replace(differing=differing, loss=mean, unexplained=unexplained, lost=lost))
-        count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
         def is_by_samples(key: NumberKey) -> bool:
             by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
             return not by_samples and bool(by_counts)
 
-        by_counts = [each for each in unexplained if not error_bound(logged[each[0]], count_weights, dtype)]
-        reductions += tuple((key, "mean") for key, *_ in by_counts)
-        unexplained = tuple(each for each in unexplained if each not in by_counts)
         by_samples = frozenset(filter(is_by_samples, keys))
         weighting = LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
         return _without_leaves(weighting._replace(candidates=shown.candidates, nearest=shown.nearest, lost=lost))
@@ -392,11 +398,6 @@ def _norm(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None else float(gradient.detach().double().norm())
 
 
-def _is_decided(hows: Sequence[str]) -> bool:
-    """Whether these ways to make a number tell it: what is equal in all is any, but zeros are sums too."""
-    return len(hows) == 1 or ("mean" in hows and "sum" not in hows)
-
-
 def _flags(logs: LogCapture) -> frozenset[Key]:
     return frozenset(key for key, entry in keyed(logs.entries()) if entry.is_bool)
 
@@ -419,75 +420,10 @@ def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Numb
     return {key: number for key, number in (*found, *arguments.items()) if math.isfinite(number)}
 
 
-def reductions_of(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> list[str]:
-    """How the parts' numbers may give a logged number of the batch: as "mean", "sum", "max" or "min"."""
-    errors = {how: max(abs(of(each) - logged.full) for each in logged.parts) for how, of in REDUCTIONS.items()}
-    near = _ROUNDING.get(dtype, _ROUNDING_OF_HALF)
-    found = [how for how, error in errors.items() if error <= near * (abs(logged.full) or 1.0)]
-    # A mean of 16 bits is rounded; what another way gives exactly is none.
-    is_mean = dtype not in _ROUNDING and min(errors.values()) > 0 and _differing(logged, weights, dtype) is None
-    return ["mean", *found] if is_mean or not error_bound(logged, weights, dtype) else found
-
-
 def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:
     """The number of a batch with its parts' numbers, partition by partition."""
     remaining = iter(numbers[1:])
     return Mean(numbers[0], [[next(remaining) for _ in of] for of in weights])
-
-
-def _nearest(
-    hows: Mapping[NumberKey, Sequence[str]], unexplained: Sequence[tuple[NumberKey, float, float, str]]
-) -> tuple[tuple[Key, str], ...]:
-    """How parts make what they do not give, or what several ways give, and the mean does not; of logged numbers."""
-    undecided = [(key, how[0]) for key, how in hows.items() if how and not _is_decided(how) and "mean" not in how]
-    found = [*((key, how) for key, *_, how in unexplained), *undecided]
-    return tuple((key, how) for key, how in found if not isinstance(key, Argument | Leaf))
-
-
-def _unexplained(key: NumberKey, logged: Mean, weights: list[list[float]]) -> tuple[NumberKey, float, float, str]:
-    """A number that parts do not give, what they make nearest to it, and how; a metric takes means."""
-
-    def number(how: str, parts: Sequence[float], of: Sequence[float]) -> float:
-        if how in REDUCTIONS:
-            return float(REDUCTIONS[how](parts))
-        return sum(part * weight for part, weight in zip(parts, of, strict=True))
-
-    def error(how: str) -> float:
-        pairs = zip(logged.parts, weights, strict=True)
-        return max(abs(number(how, parts, of) - logged.full) for parts, of in pairs)
-
-    how = "mean" if isinstance(key, Argument) else min(("mean", *REDUCTIONS), key=error)
-    return key, logged.full, number(how, logged.parts[0], weights[0]), how
-
-
-def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tuple[float, float] | None:
-    for parts, of in zip(loss.parts, weights, strict=True):
-        mean = sum(part * weight for part, weight in zip(parts, of, strict=True))
-        if not is_same(loss.full, mean, dtype):
-            return loss.full, mean
-    return None
-
-
-def rounded_as(loss: Tensor) -> torch.dtype:
-    """The dtype in which a scalar loss was computed; call it inside of autocast."""
-    return torch.float16 if torch.is_autocast_enabled(loss.device.type) else loss.dtype
-
-
-def is_same(full: float, mean: float, dtype: torch.dtype) -> bool:
-    """Whether the loss of a batch, of this dtype, equals its microbatches' but for rounding, or is not finite."""
-    near = _ROUNDING.get(dtype, _ROUNDING_OF_HALF)
-    return not math.isfinite(full) or math.isclose(full, mean, rel_tol=near, abs_tol=near * 1e-3)
-
-
-def is_close(one: Tensor, other: Tensor, rounding: torch.dtype) -> bool:
-    """Whether tensors of one shape are equal but for rounding at their largest element."""
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, other)
-    if not torch.equal(one.isnan(), other.isnan()):
-        return False
-    one, other = one.double().nan_to_num(), other.double().nan_to_num()
-    scale = float(one.abs().max())
-    return is_same(scale + float((one - other).abs().max()), scale, rounding)
 
 
 def describe_uncompared() -> str:

@@ -23,7 +23,8 @@ from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, split
 from lightning_hybrid.collectives.agreement import StepBroken
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.pipeline.logs import Key, NumberKey, keyed, size_of
-from lightning_hybrid.pipeline.measure import MOST_PARTS, is_close, reductions_of
+from lightning_hybrid.pipeline.measure import MOST_PARTS
+from lightning_hybrid.pipeline.reductions import is_close, reductions_of
 from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
 from lightning_hybrid.pipeline.stored import is_value
@@ -167,7 +168,7 @@ def _measured(joint: Trial, split: Trial, weights: list[float], dtype: torch.dty
     for argument in (key for key in split.result.guessed if isinstance(key, Argument)):
         number = joint.totals([argument])[argument]
         of_parts = [each.get(argument, math.nan) for each in split.arguments]
-        how = reductions_of(Mean(number, [of_parts]), [weights], dtype) if len(of_parts) == len(weights) else []
+        how = reductions_of(Mean(number, [of_parts]), [[weights]], dtype) if len(of_parts) == len(weights) else []
         # The last number, or the largest, may be any of these by chance.
         if how == ["sum"]:
             measured[argument] = "sum"

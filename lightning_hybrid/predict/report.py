@@ -181,7 +181,7 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
 
 
 def _reasons(rejected: Sequence[Rejection]) -> Iterator[tuple[str, str]]:
-    """The families with their reasons; the same reason is that of the same layout, and given once."""
+    """The families with their reasons; families of one layout share a reason, which is given once."""
     first: dict[str, str] = {}
     for rejection in rejected:
         family = first.setdefault(rejection.reason, rejection.family)

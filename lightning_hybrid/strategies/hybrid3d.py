@@ -33,9 +33,8 @@ from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
 from lightning_hybrid.strategies.options.options import MicrobatchWeight, Options
 from lightning_hybrid.strategies.private_names import check_private_names
-from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
+from lightning_hybrid.strategies.start.callbacks import check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
-from lightning_hybrid.strategies.user_code.schedules import explain_schedule
 from lightning_hybrid.strategies.world.traces import shortening
 from lightning_hybrid.techniques.technique import Technique
 
@@ -241,10 +240,11 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         super().setup_environment()
         if (module := self.lightning_module) is None:
             return
+        is_recorded = needs_runner(self.options, self.layout)
         self._lifecycle = None
         self.connect_state(module)
         if module._trainer is not None:
-            check_callbacks(module._trainer, self.world.mesh, is_recorded=needs_runner(self.options, self.layout))
+            check_callbacks(module._trainer, self.world.mesh, is_recorded=is_recorded)
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
 
@@ -276,10 +276,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         if self._state is not None:
             self._state.fail()
         if self._lifecycle is not None:
-            self._lifecycle.execution.explain(exception)
-            explain_schedule(exception, self._lifecycle.setting.trainer)
+            self._lifecycle.explain(exception)
         super().on_exception(exception)
-        self._files.finish_after_failure()  # needs no rank that failed: what is being written was all copied
+        # What is being written does not need the ranks that failed: it was all copied.
+        self._files.finish_after_failure()
 
     def teardown(self) -> None:
         """Leave a full module behind on every rank."""
@@ -291,9 +291,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Check the run's schedules; let learning-rate searches of callbacks decide by the mean loss of all ranks."""
+        """Check the run's schedules and searches before its first batch."""
         self._active.on_train_start()
-        self.world.until_end.callback(average_lr_search_loss(self._active.setting.trainer, self.mesh))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Change the layout, after hooks of the user, if this batch requires another."""

@@ -50,6 +50,7 @@ PYTORCH: dict[str, tuple[str, ...]] = {
         *("_call_lightning_module_hook", "_call_setup_hook", "_call_strategy_hook"),
     ),
     "trainer.configuration_validator": ("_verify_loop_configurations",),
+    "trainer.connectors.accelerator_connector": ("_AcceleratorConnector",),
     "trainer.connectors.accelerator_connector:_AcceleratorConnector": ("_precision_flag",),
     "trainer.connectors.callback_connector:_CallbackConnector": (
         *("_attach_model_callbacks", "_attach_model_logging_functions"),

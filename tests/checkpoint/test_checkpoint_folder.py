@@ -461,5 +461,5 @@ def test_torch_reads_the_folder(saved, tmp_path):
         (1, 1, 0, "one process"),
     ],
 )
-def test_layouts_are_told_by_the_options_that_are_no_default(copies, shards, zero, text):
+def test_layouts_are_described_by_options_that_are_no_default(copies, shards, zero, text):
     assert describe_layout({"pp": 1, "dp_replicate": copies, "dp_shard": shards, "zero_stage": zero}) == text

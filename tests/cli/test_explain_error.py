@@ -41,7 +41,7 @@ def test_words_of_a_message_are_found(capsys):
         ("rank 1 stopped: rank 0 failed (see there)", "rank-failed"),
     ],
 )
-def test_a_whole_message_is_found_by_what_its_entry_quotes(capsys, message, entry):
+def test_a_message_is_found_by_what_its_entry_quotes(capsys, message, entry):
     assert main(["explain-error", message]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{entry}\n") and "\n\n" not in out

@@ -3,6 +3,7 @@
 import warnings
 from typing import ClassVar
 
+import lightning.pytorch as L
 import pytest
 import torch
 import transformers
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from harness.logged_steps import SAMPLES, Classifier, assert_steps_agree
-from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
+from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of, weights_of
 from harness.verification import COMBINED, TENSOR, check
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.pipeline.means import LossMeanWeights
@@ -412,3 +413,52 @@ def warnings_of_rounded_means(pp):
 @pytest.mark.parametrize("pp", [2, 1])
 def test_a_mean_of_16_bits_is_one_but_for_its_rounding(worlds, pp):
     assert worlds.run(2, warnings_of_rounded_means, pp) == [[], []]
+
+
+class Alike(L.LightningModule):
+    """A language model that knows nothing yet: the losses of all parts of a batch are nearly equal."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.seed, self.seen = seed, []
+        torch.manual_seed(seed)
+        self.table, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        nn.init.normal_(self.head.weight, std=0.003)
+        nn.init.zeros_(self.head.bias)
+
+    def training_step(self, batch, batch_idx):
+        logits = self.head(self.table(batch["input_ids"]))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        ids = torch.randint(1, VOCABULARY, (64, 12), generator=generator)
+        for row, length in zip(ids, torch.randint(6, 13, (64,), generator=generator).tolist(), strict=True):
+            row[length:] = 0
+        labels = ids.masked_fill((ids == 0) | (torch.arange(12) < 3), -100)  # neither padding nor a prompt
+        return DataLoader([{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)], batch_size=16)
+
+
+def logs_of_alike(seed, options):
+    ignore_warnings()
+    module = Alike(seed)
+    trainer_of(1, 1, max_steps=4, strategy_options=options).fit(module)
+    return module.seen, weights_of(module)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("count", [2, 4])
+def test_losses_of_parts_that_are_nearly_equal_are_means_over_labels(worlds, seed, count):
+    [(expected, weights)] = worlds.run(1, logs_of_alike, seed, {})
+    [(logged, found)] = worlds.run(1, logs_of_alike, seed, {"num_microbatches": count})
+    assert logged == pytest.approx(expected, rel=2e-6)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)

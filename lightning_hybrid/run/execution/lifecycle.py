@@ -35,11 +35,12 @@ from lightning_hybrid.run.setting import Setting
 from lightning_hybrid.strategies.logs.reduction import drop_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput import count_devices_in_throughput
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
 from lightning_hybrid.strategies.state.partial import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
-from lightning_hybrid.strategies.user_code.schedules import check_schedules
+from lightning_hybrid.strategies.user_code.schedules import check_schedules, explain_schedule
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 from lightning_hybrid.techniques.batch_norm import synced_norms
 from lightning_hybrid.techniques.order import check_techniques
@@ -198,6 +199,11 @@ class RunLifecycle:
         fit = FittingMicrobatches(setting, MemoryGuard(world))
         return *policies, WeightedMicrobatches(self.execution, fit), fit
 
+    def explain(self, error: BaseException) -> None:
+        """Add to an error that ends the run what to do, where that is known."""
+        self.execution.explain(error)
+        explain_schedule(error, self.setting.trainer)
+
     # -- the owner of the run -----------------------------------------------------------------------------------------
 
     @property
@@ -276,8 +282,13 @@ class RunLifecycle:
         self._lacks_batches = setting.is_fitting and not knows_batches(self.run)
 
     def on_train_start(self) -> None:
-        """Check schedules; print the line on batches that the start table lacks, as the loader is made by now."""
-        check_schedules(self.setting.trainer)
+        """Check schedules; print the line on batches that the start table lacks, as the loader is made by now.
+
+        Learning-rate searches of callbacks decide by the mean loss, equal on all ranks.
+        """
+        trainer, world = self.setting.trainer, self.setting.world
+        check_schedules(trainer)
+        world.until_end.callback(average_lr_search_loss(trainer, world.mesh))
         if self._lacks_batches:
             rank_zero_info(describe_batch(self.run, self.run.batch, None))
         self._lacks_batches = False

@@ -18,6 +18,7 @@ from lightning_hybrid.memory.amounts import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
+from lightning_hybrid.strategies.options.widths import check_widths
 from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Options:
             )
         # Refuses what the schedule cannot be with any number of ranks.
         make_schedule(self.schedule, 1, 1, self.stages_per_rank, max_in_flight=limit)
-        self._check_widths()
+        check_widths(self)
         cuts = self.pipeline_cuts
         if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
             raise TypeError(
@@ -198,37 +199,6 @@ class Options:
                 f" tensor_parallel_size={tensor!r}; set tensor_parallel_size=2 or more, or context_parallel_size to"
                 " shard sequences alone"
             )
-
-    def _check_widths(self) -> None:
-        widths, size = self.stage_widths, self.sizes["pipeline_parallel_size"]
-        if widths is None:
-            return
-        if widths == "auto":
-            if size == "auto" and not self.asks_for_plan:
-                raise LayoutError(
-                    "stage_widths='auto' chooses the widths of stages for a number of pipeline ranks, and"
-                    " pipeline_parallel_size='auto'; set it to that number",
-                    entry="stage-widths",
-                )
-        elif not isinstance(widths, list | tuple) or not widths or not all(map(is_count, widths)):
-            raise LayoutError(
-                f"stage_widths={widths!r}; use 'auto' or a list with the number of ranks of each stage, such as [3, 1]",
-                entry="stage-widths",
-            )
-        elif size not in ("auto", sum(widths)):
-            raise LayoutError(
-                f"stage_widths={list(widths)} needs {sum(widths)} pipeline ranks, and pipeline_parallel_size={size};"
-                f" leave pipeline_parallel_size out, or change the widths so that they sum to {size}",
-                entry="stage-widths",
-            )
-        if self.stages_per_rank > 1:
-            raise LayoutError(
-                f"stage_widths={widths!r} gives stages several ranks, and stages_per_rank={self.stages_per_rank}"
-                " gives ranks several stages; leave one of the two out",
-                entry="stage-widths",
-            )
-        widths = (1,) if isinstance(widths, str) else widths
-        make_schedule(self.schedule, sum(widths), 1, widths=widths)
 
     def _check_spatial(self) -> None:
         given = {**self.sizes, "compile": self.compile}

@@ -38,7 +38,7 @@ from lightning_hybrid.strategies.options.auto_sizes import (
     plan_options,
 )
 from lightning_hybrid.strategies.options.options import Options
-from lightning_hybrid.strategies.options.stage_widths import check_widths
+from lightning_hybrid.strategies.options.widths import check_ranks
 from lightning_hybrid.strategies.world.before_ranks import check_call
 from lightning_hybrid.strategies.world.failures import check_connections
 from lightning_hybrid.strategies.world.interface import name_interface
@@ -150,7 +150,7 @@ class RankedStrategy(ParallelStrategy):
     def _resolve_layout(self) -> ParallelLayout:
         if not self.num_processes:
             raise RuntimeError("the layout depends on the number of devices; read it once a Trainer has this strategy")
-        check_widths(self.options, self._num_ranks)
+        check_ranks(self.options, self._num_ranks)
         return ParallelLayout.resolve(self._num_ranks, **self.options.mesh_sizes)  # type: ignore[arg-type]
 
     @property

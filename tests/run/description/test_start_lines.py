@@ -150,7 +150,7 @@ def fit_with_loader_of_hook(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}])
-def test_batches_of_a_loader_that_a_hook_makes_are_told_of_once(worlds, options):
+def test_batches_of_a_loader_that_a_hook_makes_are_printed_once(worlds, options):
     [[line], others] = worlds.run(2, fit_with_loader_of_hook, options)
     assert line == f"batch: 8 samples = 2 replicas x {'2 microbatches of 2' if options else '4'}" and others == []
 

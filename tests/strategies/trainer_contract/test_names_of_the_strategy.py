@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_hybrid
@@ -80,6 +81,16 @@ def test_strategy_is_registered_in_any_import_order(imports):
     code = f"{imports}; print(type(pl.Trainer(accelerator='cpu', devices=1, strategy='hybrid3d').strategy).__name__)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
     assert "Hybrid3DStrategy" in done.stdout, done.stderr
+
+
+def test_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="strategy='hybrid3d_pp2'") as error:
+        Trainer(strategy="hybrid3d_pp2")
+    [note] = error.value.__notes__
+    assert "are hybrid3d, hybrid3d_fork, " in note and "Hybrid3DStrategy(pipeline_parallel_size=2)" in note
+    with pytest.raises(ValueError, match="strategy='ddpp'") as error:
+        Trainer(strategy="ddpp")
+    assert not hasattr(error.value, "__notes__")
 
 
 def test_public_names():
