@@ -177,12 +177,17 @@ def simplest_of_tied(
     return min(tied, key=lambda plan: (not plan.fits_with_error, simplicity(plan.layout), score(plan)))
 
 
+def _is_simple(layout: PlanLayout) -> bool:
+    """Whether replicas alone hold a layout, on their devices."""
+    return layout.has_replicas_alone and not layout.offload
+
+
 def preferred(plans: Collection[Plan], score: Callable[[Plan], tuple[float, ...]]) -> Plan:
     """Return the plan to choose: a simple one, unless another is faster by more than what is known.
 
-    Replicas alone win within the error bar of the fastest. Otherwise fewer kinds of parallelism win within the error of
-    what was compared, since layouts of one model share the rest of the bar, and within the tie the simplest layout. A
-    plan that may not fit is chosen where none fits with its error bar alone.
+    Replicas alone, without offload, win within the error bar of the fastest. Otherwise fewer kinds of parallelism win
+    within the error of what was compared, since layouts of one model share the rest of the bar, and within the tie the
+    simplest layout. A plan that may not fit is chosen where none fits with its error bar alone.
     """
     plans = [plan for plan in plans if plan.fits_with_error] or plans
     fastest = min(plans, key=score)
@@ -191,7 +196,7 @@ def preferred(plans: Collection[Plan], score: Callable[[Plan], tuple[float, ...]
     within = [
         plan
         for plan, slower in reached
-        if slower <= (fastest.time_error if plan.layout.has_replicas_alone else min(fastest.time_error, TIME_ERROR))
+        if slower <= (fastest.time_error if _is_simple(plan.layout) else min(fastest.time_error, TIME_ERROR))
     ]
     fewest = min(kinds_of_parallelism(plan.layout) for plan in within)
     return simplest_of_tied([plan for plan in within if kinds_of_parallelism(plan.layout) == fewest], score)

@@ -13,7 +13,9 @@ _LENGTHS = ("total_steps", "total_iters", "T_max")
 
 def describe_epochs(checkpoint: Mapping[str, Any], before: int, now: int) -> tuple[str, bool]:
     """Return what changes with the number of replicas, and whether a schedule has a length that was made for others."""
-    parts = [f"the number of replicas changes from {before} to {now}, and with it the steps of an epoch"]
+    parts = [
+        f"the number of replicas changes from {before} to {now}, and with the same batch_size the steps of an epoch"
+    ]
     if batches := _batches_of_epoch(checkpoint):
         parts[0] += f": {batches} batches before, about {math.ceil(batches * before / now)} now"
     for state in checkpoint.get("lr_schedulers", ()):
@@ -24,7 +26,7 @@ def describe_epochs(checkpoint: Mapping[str, Any], before: int, now: int) -> tup
                 f" {state.get('last_epoch', 0)}"
             )
     ratio = Fraction(before, now)
-    advice = f"to keep the steps of an epoch, multiply the batch_size of each replica by {ratio}"
+    advice = f"to keep them, each replica needs the batch_size of the saved run times {ratio}"
     return "; ".join([*parts, advice]), len(parts) > 1
 
 

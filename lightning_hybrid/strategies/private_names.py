@@ -64,7 +64,7 @@ PYTORCH: dict[str, tuple[str, ...]] = {
     "trainer.connectors.signal_connector:_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     "trainer.trainer:Trainer": (
         *("_accelerator_connector", "_active_loop", "_callback_connector", "_checkpoint_connector", "_data_connector"),
-        *("_logger_connector", "_loggers", "_results", "_signal_connector"),
+        *("_detect_anomaly", "_logger_connector", "_loggers", "_results", "_signal_connector"),
     ),
     "tuner.batch_size_scaling": ("_try_loop_run",),
     "tuner.lr_finder": ("_LRCallback",),

@@ -28,6 +28,7 @@ from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures
 from lightning_hybrid.strategies.world.first_step import FirstStep
 from lightning_hybrid.strategies.world.lengths import EqualLengths
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
+from lightning_hybrid.strategies.world.traces import shorten_anomalies
 from lightning_hybrid.strategies.world.user_world import ReplicaWorld, published
 
 
@@ -82,6 +83,8 @@ class RankWorld:
 
     def watch_failures(self, trainer: pl.Trainer) -> None:
         """Watch for ranks that fail, from now on."""
+        if trainer._detect_anomaly:
+            self.until_end.callback(shorten_anomalies())
         if self.layout.world_size > 1:
             self._failures = failures = RankFailures(trainer, self.mesh, self.timeout)
             self.until_end.callback(failures.stop_watching)

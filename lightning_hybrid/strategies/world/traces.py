@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +20,13 @@ from typing import Any
 import lightning
 import torch
 
+from lightning_hybrid.patching import around
+
 _OWN = str(Path(__file__).resolve().parents[2])
+_ANOMALY = "Error detected in "
+_FRAME = re.compile(r'  File "([^"]+)", line \d+, in .*\n(?:    .*\n)?')
+# By which this package runs operations of the user, and the backward of them.
+_OPERATIONS = "func(", "run_backward("
 _LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames, and after how many seconds
 # "<string>" has the methods that dataclasses write.
 _LIBRARIES = ("<string>", contextlib.__file__, _OWN, *lightning.__path__, *torch.__path__)
@@ -47,6 +55,21 @@ def shortening() -> Iterator[None]:
     except Exception as error:
         shorten(error)
         raise
+
+
+def shorten_anomalies() -> Callable[[], None]:
+    """Let warnings of torch's anomaly detection have frames of the user's code alone; return the undo."""
+
+    def show(original: Callable[..., None], message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        if str(message).startswith(_ANOMALY):
+            message = category(_FRAME.sub(_frame_of_user, str(message)))
+        original(message, category, *args, **kwargs)
+
+    return around(warnings, "showwarning", show, reason="frames of the user's code alone")
+
+
+def _frame_of_user(frame: re.Match[str]) -> str:
+    return "" if frame[1].startswith(_LIBRARIES) else frame[0]
 
 
 class Shortening:
@@ -86,7 +109,8 @@ def trim(error: BaseException) -> BaseException:
 def _is_unexpected(last: TracebackType) -> bool:
     """Whether an error comes from this package, and neither on purpose nor from an operation of the user."""
     line = linecache.getline(_file(last), last.tb_lineno)
-    return _file(last).startswith(_OWN) and not (line.lstrip().startswith("raise") or "func(" in line)
+    is_on_purpose = line.lstrip().startswith("raise") or any(call in line for call in _OPERATIONS)
+    return _file(last).startswith(_OWN) and not is_on_purpose
 
 
 def _is_of_library(frame: TracebackType) -> bool:

@@ -24,7 +24,7 @@ from models.tiny import Tiny, loader
 class Model(Tiny):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and self.trainer.strategy.mesh.rank in {ranks}:
-            raise ZeroDivisionError("on purpose")
+            raise ZeroDivisionError({message!r})
         return self.loss(batch)
 
 def main():
@@ -37,9 +37,9 @@ main()
 """
 
 
-def output_of(folder, **values):
+def output_of(folder, message="on purpose", **values):
     path = Path(folder, "train.py")
-    path.write_text(SCRIPT.format(**values))
+    path.write_text(SCRIPT.format(message=message, **values))
     code, output, _ = run([sys.executable, str(path)])
     assert code != 0
     return output
@@ -61,6 +61,14 @@ def test_one_rank_prints_frames_of_the_user(tmp_path, ranks):
     else:
         assert other in [f"rank {1 - rank} stopped: rank {rank} failed (see there)\n" for rank in ranks]
         assert output.index("Traceback") < output.index(other)
+
+
+def test_long_message_is_printed_by_its_rank_alone(tmp_path):
+    output = output_of(tmp_path, ranks=[1], method="popen", message="on purpose " * 20)
+    assert output.count("on purpose") == 40, output  # in the line of the source, and in the message
+    assert re.search(
+        r"^rank 0 .* had to stop: rank 1 .* failed: ZeroDivisionError \(see there\)$", output, re.MULTILINE
+    )
 
 
 def test_a_line_of_a_rank_is_written_with_its_end(monkeypatch):
@@ -161,3 +169,19 @@ def test_errors_of_one_process_have_frames_of_the_user(options, devices, words):
     code, output, _ = run([sys.executable, "-c", ONE_PROCESS.format(options=options, devices=devices)])
     assert code != 0 and words in output
     assert files_in(output) == {"<string>"} and output.count('File "') <= 2, output
+
+
+ANOMALY = SCRIPT.replace("num_microbatches=2", "data_parallel_size=2").replace(
+    "devices=2", "devices=4, detect_anomaly=True"
+)
+NAN = "        batch['x'][0] /= 1 - self.trainer.strategy.mesh.rank % 2  # replica 1\n        return"
+
+
+def test_anomaly_names_the_line_and_the_batch(tmp_path):
+    path = Path(tmp_path, "train.py")
+    path.write_text(ANOMALY.replace("        return", NAN).format(ranks=[], method="popen", message=""))
+    code, output, _ = run([sys.executable, str(path)])
+    assert code != 0 and "returned nan values" in output
+    assert {Path(file).name for file in files_in(output)} == {"train.py", "tiny.py"}, output
+    assert output.count("\n") < 80, output
+    assert "in batch 0 of replica 1, on rank " in output
