@@ -37,7 +37,7 @@ from lightning_hybrid.pipeline.reductions import (
     is_decided,
     is_same,
     nearest_number,
-    nearest_ways,
+    nearest_reductions,
     reductions_of,
     rounded_as,
 )
@@ -205,7 +205,7 @@ class Comparison:
             for key in hows
             if not hows[key]
         )
-        shown = shown._replace(nearest=nearest_ways(hows, unexplained))
+        shown = shown._replace(nearest=nearest_reductions(hows, unexplained))
         lost = self._lost([one.left for one in found], partitions[0], dtype)
         if not counts:
             return _without_leaves(shown._replace(differing=differing, loss=mean, unexplained=unexplained, lost=lost))

@@ -1,4 +1,4 @@
-"""How numbers of parts give that of a batch: as their mean, sum, maximum or minimum, but for rounding."""
+"""How parts of a batch give its numbers: as their mean, sum, maximum or minimum, but for rounding."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def is_decided(hows: Sequence[str]) -> bool:
     return len(hows) == 1 or (hows[:1] == ["mean"] and "sum" not in hows)
 
 
-def nearest_ways(
+def nearest_reductions(
     hows: Mapping[NumberKey, Sequence[str]], unexplained: Sequence[tuple[NumberKey, float, float, str]]
 ) -> tuple[tuple[Key, str], ...]:
     """How parts make what they do not give, or what several ways give, and the mean does not; of logged numbers."""

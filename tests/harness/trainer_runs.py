@@ -61,13 +61,14 @@ def ignore_warnings():
 
 
 @contextlib.contextmanager
-def lines_of_lightning():
-    """The log lines inside on this rank, unwrapped, at the level that users see; make the Trainer before.
+def lines_of_lightning(*, as_printed=False):
+    """The log lines inside on this rank, unwrapped unless ``as_printed``; make the Trainer before.
 
     Where `pytorch_lightning` has been imported too, what either package says on the first rank is logged by that one.
     """
     lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage().replace("\n    ", " "))
+    joint = "\n    " if as_printed else " "
+    handler.emit = lambda record: lines.append(record.getMessage().replace("\n    ", joint))
     loggers = {logging.getLogger(name) for name in ("lightning.pytorch", ".".join(rank_zero.log.name.split(".")[:2]))}
     for logger in loggers:
         logger.addHandler(handler)

@@ -415,7 +415,7 @@ def test_a_mean_of_16_bits_is_one_but_for_its_rounding(worlds, pp):
     assert worlds.run(2, warnings_of_rounded_means, pp) == [[], []]
 
 
-class Alike(L.LightningModule):
+class Untrained(L.LightningModule):
     """A language model that knows nothing yet: the losses of all parts of a batch are nearly equal."""
 
     def __init__(self, seed):
@@ -447,9 +447,9 @@ class Alike(L.LightningModule):
         return DataLoader([{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)], batch_size=16)
 
 
-def logs_of_alike(seed, options):
+def logs_of_untrained(seed, options):
     ignore_warnings()
-    module = Alike(seed)
+    module = Untrained(seed)
     trainer_of(1, 1, max_steps=4, strategy_options=options).fit(module)
     return module.seen, weights_of(module)
 
@@ -457,8 +457,8 @@ def logs_of_alike(seed, options):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("count", [2, 4])
 def test_losses_of_parts_that_are_nearly_equal_are_means_over_labels(worlds, seed, count):
-    [(expected, weights)] = worlds.run(1, logs_of_alike, seed, {})
-    [(logged, found)] = worlds.run(1, logs_of_alike, seed, {"num_microbatches": count})
+    [(expected, weights)] = worlds.run(1, logs_of_untrained, seed, {})
+    [(logged, found)] = worlds.run(1, logs_of_untrained, seed, {"num_microbatches": count})
     assert logged == pytest.approx(expected, rel=2e-6)
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)

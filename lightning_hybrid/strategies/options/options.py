@@ -129,11 +129,7 @@ class Options:
         self._check_zero()
         check_recompute(self.recompute)
         self._check_techniques()
-        if self.schedule not in SCHEDULE_NAMES:
-            near = difflib.get_close_matches(str(self.schedule), SCHEDULE_NAMES, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            names = ", ".join(SCHEDULE_NAMES)
-            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {names}{meant}")
+        self._check_schedule()
         if self.num_microbatches != "auto" and not is_count(self.num_microbatches):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
         if self.microbatch not in (None, "auto"):
@@ -141,17 +137,6 @@ class Options:
                 f"microbatch={self.microbatch!r}; use 'auto' for the largest microbatch that fits into memory, or set"
                 " num_microbatches"
             )
-        if not is_count(self.stages_per_rank):
-            raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
-        limit = self.max_microbatches_in_flight
-        if limit is not None and not is_count(limit):
-            raise ValueError(
-                f"max_microbatches_in_flight={limit!r}; use a whole number of 1 or more, or None for the number of"
-                " pipeline ranks"
-            )
-        # Refuses what the schedule cannot be with any number of ranks.
-        make_schedule(self.schedule, 1, 1, self.stages_per_rank, max_in_flight=limit)
-        check_widths(self)
         cuts = self.pipeline_cuts
         if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
             raise TypeError(
@@ -182,6 +167,30 @@ class Options:
                 " Lightning's Trainer(plugins=[AsyncCheckpointIO()])"
             )
         _check_processes(self.process_group_backend, self.timeout, self.start_method)
+
+    def _check_schedule(self) -> None:
+        if self.schedule not in SCHEDULE_NAMES:
+            near = difflib.get_close_matches(str(self.schedule), SCHEDULE_NAMES, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            names = ", ".join(SCHEDULE_NAMES)
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {names}{meant}")
+        if not is_count(self.stages_per_rank):
+            raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
+        limit = self.max_microbatches_in_flight
+        if limit is not None and not is_count(limit):
+            raise ValueError(
+                f"max_microbatches_in_flight={limit!r}; use a whole number of 1 or more, or None for the number of"
+                " pipeline ranks"
+            )
+        # Refuses what the schedule cannot be with any number of ranks.
+        make_schedule(self.schedule, 1, 1, self.stages_per_rank, max_in_flight=limit)
+        check_widths(
+            self.stage_widths,
+            self.sizes["pipeline_parallel_size"],
+            self.schedule,
+            self.stages_per_rank,
+            is_planned=self.asks_for_plan,
+        )
 
     def _check_sizes(self) -> None:
         for name, size in self.sizes.items():

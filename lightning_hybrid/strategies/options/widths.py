@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import is_count
 from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.widths import nearest_widths
 
-if TYPE_CHECKING:
-    from lightning_hybrid.strategies.options.options import Options
-
 _BESIDE_STAGES = ("data_parallel_size", "tensor_parallel_size", "context_parallel_size")
 
 
-def check_widths(options: Options) -> None:
-    """Check the widths of stages, with the sizes and the schedule.
+def check_widths(
+    widths: Sequence[int] | Literal["auto"] | None,
+    size: int | str,
+    schedule: str,
+    stages_per_rank: int,
+    *,
+    is_planned: bool,
+) -> None:
+    """Check the widths of stages with the number of pipeline ranks, the schedule and the stages of each rank.
 
     Raises:
         LayoutError: They are no widths, or contradict another option.
     """
-    widths, size = options.stage_widths, options.sizes["pipeline_parallel_size"]
     if widths is None:
         return
     if widths == "auto":
-        if size == "auto" and not options.asks_for_plan:
+        if size == "auto" and not is_planned:
             raise LayoutError(
                 "stage_widths='auto' chooses the widths of stages for a number of pipeline ranks, and"
                 " pipeline_parallel_size='auto'; set it to that number",
@@ -43,25 +47,25 @@ def check_widths(options: Options) -> None:
             f" leave pipeline_parallel_size out, or change the widths so that they sum to {size}",
             entry="stage-widths",
         )
-    if options.stages_per_rank > 1:
+    if stages_per_rank > 1:
         raise LayoutError(
-            f"stage_widths={widths!r} gives stages several ranks, and stages_per_rank={options.stages_per_rank}"
+            f"stage_widths={widths!r} gives stages several ranks, and stages_per_rank={stages_per_rank}"
             " gives ranks several stages; leave one of the two out",
             entry="stage-widths",
         )
     widths = (1,) if isinstance(widths, str) else widths
-    make_schedule(options.schedule, sum(widths), 1, widths=widths)
+    make_schedule(schedule, sum(widths), 1, widths=widths)
 
 
-def check_ranks(options: Options, count: int) -> None:
+def check_ranks(stage_widths: Sequence[int] | Literal["auto"] | None, sizes: Mapping[str, Any], count: int) -> None:
     """Check that stages of different widths fill so many ranks.
 
     Raises:
         LayoutError: They do not; names the nearest widths and numbers of devices that fit.
     """
-    if options.stage_widths is None or isinstance(options.stage_widths, str):
+    if stage_widths is None or isinstance(stage_widths, str):
         return
-    widths, sizes = list(options.stage_widths), options.mesh_sizes
+    widths = list(stage_widths)
     others = math.prod(size for name, size in sizes.items() if name in _BESIDE_STAGES and isinstance(size, int))
     needed, is_open = sum(widths) * others, sizes["data_parallel_size"] == "auto"
     if count == needed or (is_open and count % needed == 0):

@@ -150,7 +150,7 @@ class RankedStrategy(ParallelStrategy):
     def _resolve_layout(self) -> ParallelLayout:
         if not self.num_processes:
             raise RuntimeError("the layout depends on the number of devices; read it once a Trainer has this strategy")
-        check_ranks(self.options, self._num_ranks)
+        check_ranks(self.options.stage_widths, self.options.mesh_sizes, self._num_ranks)
         return ParallelLayout.resolve(self._num_ranks, **self.options.mesh_sizes)  # type: ignore[arg-type]
 
     @property
