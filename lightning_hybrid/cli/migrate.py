@@ -325,7 +325,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _text(found: Arguments) -> str:
     strategy = ", ".join(f"{name}={value!r}" for name, value in found.strategy.items())
     trainer = "".join(f"{name}={value!r}, " for name, value in found.trainer.items())
-    lines = [f"strategy = Hybrid3DStrategy({strategy})", f"trainer = L.Trainer({trainer}strategy=strategy)"]
+    lines = ["import lightning as L", "from lightning_hybrid import Hybrid3DStrategy", ""]
+    lines += [f"strategy = Hybrid3DStrategy({strategy})", f"trainer = L.Trainer({trainer}strategy=strategy)"]
     for title, items in (("by hand:", found.by_hand), ("left out:", found.left_out)):
         if items:
             lines += ["", title, *(f"- {item}" for item in items)]

@@ -87,7 +87,7 @@ ADVICE: dict[str, dict[str, str]] = {
         "allgather_partitions": _NO_EFFECT,
         "bf16": "set Trainer(precision='bf16-mixed')",
         "block_size": _NO_EFFECT,
-        "config": "set zero_stage, offload and recompute, and the Trainer's own arguments: no file is read",
+        "config": "run `lightning-hybrid migrate ds_config.json`, which prints the arguments: no file is read",
         "contiguous_gradients": _NO_EFFECT,
         "contiguous_memory_optimization": _NO_EFFECT,
         "cpu_checkpointing": _ON_DEVICE,

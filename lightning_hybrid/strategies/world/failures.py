@@ -51,7 +51,7 @@ class NoFailures:
         return self
 
     def report(self, error: BaseException) -> None:
-        """Let the error be printed briefly."""
+        """Let the error be printed as with several ranks."""
         shorten(error)
 
     def passes(self, *_: Any, **__: Any) -> None:
