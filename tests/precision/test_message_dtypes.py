@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.fits import Run, assert_bitwise_equal, assert_parity, check, fit, reference_of, refusal
-from lightning_hybrid import HybridPrecision
+from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import GradientCompression
 from lightning_hybrid.errors import PrecisionError
+from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.techniques.zero import Zero
 from models.hand_written import Lit
@@ -272,8 +273,8 @@ def test_a_dtype_of_no_gather_is_refused(worlds):
 
 
 def test_gathers_of_manual_optimization_are_refused():
-    plugin, options = HybridPrecision(gather_dtype="bfloat16"), SimpleNamespace(zero_stage=3)
-    mesh = SimpleNamespace(size=lambda axis: 2)
+    plugin, options = HybridPrecision(gather_dtype="bfloat16"), Hybrid3DStrategy(zero_stage=3).options
+    mesh = SimpleNamespace(size=lambda axis: 2, layout=ParallelLayout(data_shard_size=2))
     Zero.check(options, mesh, plugin, is_manual=False)
     with pytest.raises(PrecisionError, match=r"gather_dtype=torch\.bfloat16: in manual optimization"):
         Zero.check(options, mesh, plugin, is_manual=True)
