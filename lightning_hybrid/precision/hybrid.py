@@ -179,6 +179,10 @@ class HybridPrecision(MixedPrecision):
         added += [f"{name}={str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items()]
         return f"{self.precision} with {', '.join(added)}" if added else self.precision
 
+    def __repr__(self) -> str:
+        """The class with the precision, for Lightning's messages."""
+        return f"{type(self).__name__}({self.description!r})"
+
     def step_in_float32(
         self,
         optimizers: Sequence[Optimizer],

@@ -37,13 +37,14 @@ def hint(message: str) -> str:
 
     if name := _NAME_ALONE.search(message):
         option = _OPTION.search(message)
-        key, value = option.groups() if option else ("zero_stage", "3")
+        key, value = option.groups() if option else ("", "")
         near = difflib.get_close_matches(key, Options.names(), n=1)
         if name[1] == "auto" and not near:
             return ""
+        flag = f" --trainer.strategy.{near[0] if near else key} {value}" if option else ", class_path in a config"
         return (
             f"\n{name[1]!r} is a name without options; name the class: --trainer.strategy"
-            f" lightning_hybrid.Hybrid3DStrategy --trainer.strategy.{near[0] if near else key} {value}"
+            f" lightning_hybrid.Hybrid3DStrategy{flag}"
         )
     if "Hybrid3DStrategy" in message and (unknown := _UNKNOWN.search(message)):
         try:

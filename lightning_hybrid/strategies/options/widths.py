@@ -42,9 +42,10 @@ def check_widths(
             entry="stage-widths",
         )
     elif size not in ("auto", sum(widths)):
+        fitting = f"set stage_widths={nearest_widths(widths, int(size))}, or " if int(size) >= len(widths) else ""
         raise LayoutError(
             f"stage_widths={list(widths)} needs {sum(widths)} pipeline ranks, and pipeline_parallel_size={size};"
-            f" leave pipeline_parallel_size out, or change the widths so that they sum to {size}",
+            f" {fitting}leave pipeline_parallel_size out, on a multiple of {sum(widths)} devices",
             entry="stage-widths",
         )
     if stages_per_rank > 1:

@@ -34,6 +34,11 @@ def check_schedules(trainer: pl.Trainer) -> None:
         if not isinstance(end, int) or not isinstance(done, int):
             continue
         left, coming, raises = end - done, _coming_steps(trainer), isinstance(scheduler, OneCycleLR)
+        if trainer.ckpt_path and raises and coming < left:
+            rank_zero_warn(
+                f"{type(scheduler).__name__} has {left} of its {end} steps left, and this run takes {coming} more: it"
+                f" ends before its schedule; {_REMEDY}"
+            )
         if coming <= left or not (raises or trainer.ckpt_path):  # another schedule may be shorter on purpose
             continue
         text = (

@@ -79,7 +79,8 @@ def _check_cuts(options: Options, module: LightningModule) -> None:
         if cut not in known:
             near = difflib.get_close_matches(cut, layers, n=3, cutoff=0.0)
             raise UnfitError(
-                f"pipeline_cuts names {cut!r}, but {type(module).__name__} has no module of that name; nearest: {near}",
+                f"pipeline_cuts names {cut!r}, but {type(module).__name__} has no module of that name; name the first"
+                f" module of each stage but the first; nearest: {near}",
                 entry="cuts-name",
             )
 

@@ -102,6 +102,11 @@ def test_run_as_long_as_its_schedule_trains(half):
         assert fit(module := OneCycle(), path=half, **options).global_step == 8 and module.trained == 4
 
 
+def test_resumed_run_that_ends_before_its_schedule_is_warned(half):
+    with pytest.warns(UserWarning, match="4 of its 8 steps left, .* takes 2 more: it ends before its schedule"):
+        assert fit(OneCycle(), path=half, batch_size=8, max_epochs=2).global_step == 6
+
+
 @pytest.mark.parametrize("module, callback", [(StopsItself, None), (OneCycle, Stops())], ids=["module", "callback"])
 def test_run_that_may_stop_before_is_warned(half, module, callback):
     with pytest.warns(UserWarning, match="unless the run ends before, it raises at its step 9; set max_steps=8"):
