@@ -31,7 +31,7 @@ NAMES = {name for advice in ADVICE.values() for name in advice}
         ({"find_unused_parameters": False}, r"find_unused_parameters=False is a keyword of DDP: leave it out"),
         (
             {"config": {str(n): n for n in range(999)}},
-            r"config=\{.{1,99}\.\.\.\} is a keyword of DeepSpeed: set zero",
+            r"config=\{.{1,99}\.\.\.\} is a keyword of DeepSpeed: run `lightning-hybrid migrate",
         ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
