@@ -9,6 +9,7 @@ Nothing here imports either before.
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import importlib.abc
 import importlib.util
@@ -19,6 +20,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_EXTENDED = "_hybrid3d_extended"  # marks functions of other packages that this one has extended
 _COUNTERPARTS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
 
@@ -106,6 +108,20 @@ def install(prepare: Mapping[str, Callable[[ModuleType], None]]) -> None:
     for name, function in prepare.items():
         if name in sys.modules:
             function(sys.modules[name])
+
+
+def extend(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let ``function(original, ...)`` take the place of a function of another package, for good, once."""
+    original = getattr(owner, name)
+    if hasattr(original, _EXTENDED):
+        return
+
+    @functools.wraps(original)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(extended, _EXTENDED, True)
+    setattr(owner, name, extended)
 
 
 def _counterpart_of(name: str) -> str | None:

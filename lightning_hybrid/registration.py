@@ -6,7 +6,6 @@ Lightning. Uses without Lightning (planning a layout, drawing a schedule) do not
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection
@@ -15,7 +14,7 @@ from typing import Any
 
 from lightning_hybrid.checkpoint.loading import accept_folders
 from lightning_hybrid.errors import add_error_note
-from lightning_hybrid.namespace import PACKAGES
+from lightning_hybrid.namespace import PACKAGES, extend
 
 _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d": {},
@@ -32,7 +31,7 @@ def register(package: ModuleType) -> None:
     """Register the strategies with one of Lightning's packages, or refuse them where the other one is in use."""
     accept_folders(importlib.import_module(f"{package.__name__}.core.saving"))
     if sys.modules.get(PACKAGES[0], package) is not package:
-        _refuse_in(package.Trainer)
+        extend(package.Trainer, "__init__", _without_ours)
         return
     registry = importlib.import_module(f"{package.__name__}.strategies").StrategyRegistry
     for name, options in _NAMES.items():
@@ -40,7 +39,7 @@ def register(package: ModuleType) -> None:
             description = "data, tensor and pipeline parallelism for unmodified LightningModules"
             registry.register(name, _build, description=description, **options)
     connectors = importlib.import_module(f"{package.__name__}.trainer.connectors.accelerator_connector")
-    _list_names(connectors._AcceleratorConnector)
+    extend(connectors._AcceleratorConnector, "__init__", _with_names)
 
 
 def name_options(library: ModuleType) -> None:
@@ -56,52 +55,34 @@ def _build(**options: Any) -> Any:
     return importlib.import_module("lightning_hybrid.strategies.hybrid3d").Hybrid3DStrategy(**options)
 
 
-def _list_names(connector: Any) -> None:
+def _with_names(init: Callable[..., None], *arguments: Any, **options: Any) -> None:
     """Let Lightning's error of an unknown strategy, which lists its own names, list the names of this package too."""
-    init = connector.__init__
-    if hasattr(init, "lists_hybrid3d"):
-        return
-
-    @functools.wraps(init)
-    def init_with_names(self: Any, *arguments: Any, **options: Any) -> None:
-        try:
-            init(self, *arguments, **options)
-        except ValueError as error:
-            if "strategy='hybrid" in str(error):
-                add_error_note(
-                    error,
-                    f"names of lightning_hybrid are {', '.join(_NAMES)}; other options are arguments:"
-                    " strategy=Hybrid3DStrategy(pipeline_parallel_size=2)",
-                )
-            raise
-
-    init_with_names.lists_hybrid3d = True  # type: ignore[attr-defined]
-    connector.__init__ = init_with_names
+    try:
+        init(*arguments, **options)
+    except ValueError as error:
+        if "strategy='hybrid" in str(error):
+            add_error_note(
+                error,
+                f"names of lightning_hybrid are {', '.join(_NAMES)}; other options are arguments:"
+                " strategy=Hybrid3DStrategy(pipeline_parallel_size=2)",
+            )
+        raise
 
 
-def _refuse_in(trainer: Any) -> None:
+def _without_ours(init: Callable[..., None], *arguments: Any, **options: Any) -> None:
     """Make the Trainer of the package that is not in use refuse objects of this package."""
-    init = trainer.__init__
-    if hasattr(init, "refuses_hybrid3d"):
-        return
-
-    @functools.wraps(init)
-    def init_without_ours(self: Any, *args: Any, **options: Any) -> None:
-        for argument in ("strategy", "plugins", "callbacks"):
-            value = options.get(argument)
-            for each in value if isinstance(value, Collection) and not isinstance(value, str) else (value,):
-                if str(each).startswith("hybrid3d") if isinstance(each, str) else _is_ours(each):
-                    name = repr(each) if isinstance(each, str) else type(each).__name__
-                    raise TypeError(
-                        f"Trainer({argument}={name}): the Trainer is of pytorch_lightning, but lightning.pytorch was"
-                        " imported before it, and lightning_hybrid works with one of them in a process; take the"
-                        " Trainer and the module from lightning.pytorch, or import pytorch_lightning first and"
-                        " lightning.pytorch nowhere"
-                    )
-        init(self, *args, **options)
-
-    init_without_ours.refuses_hybrid3d = True  # type: ignore[attr-defined]
-    trainer.__init__ = init_without_ours
+    for argument in ("strategy", "plugins", "callbacks"):
+        value = options.get(argument)
+        for each in value if isinstance(value, Collection) and not isinstance(value, str) else (value,):
+            if str(each).startswith("hybrid3d") if isinstance(each, str) else _is_ours(each):
+                name = repr(each) if isinstance(each, str) else type(each).__name__
+                raise TypeError(
+                    f"Trainer({argument}={name}): the Trainer is of pytorch_lightning, but lightning.pytorch was"
+                    " imported before it, and lightning_hybrid works with one of them in a process; take the"
+                    " Trainer and the module from lightning.pytorch, or import pytorch_lightning first and"
+                    " lightning.pytorch nowhere"
+                )
+    init(*arguments, **options)
 
 
 def _is_ours(value: object) -> bool:

@@ -90,7 +90,7 @@ def find_counts(
 
     Several are found where masks and labels select the same entries of this batch, and labels with the samples where
     the losses of microbatches are so alike that either may be. ``partitions`` has the microbatches of each partition,
-    and their shares of the samples; ``dtype`` is that of the scalar loss.
+    and their shares of the samples; the scalar loss has ``dtype``.
     """
     bound = error_bound(loss, [weights for _, weights in partitions], dtype)
     errors: dict[Count, float] = {}
@@ -116,12 +116,12 @@ def _likely_labels(
     if dtype not in (torch.float64, torch.float32):  # losses of 16 bits tell less
         of_samples = max(loss.errors([weights for _, weights in partitions]))
         near = max(near, min(of_samples, _ROUNDING_OF_HALF * abs(loss.full)))
-    for count in counts_in(batch):
-        weights = [count.weights(microbatches) for microbatches, _ in partitions]
-        if count.ignored != _IGNORED or any(each is None for each in weights):
+    for count in (each for each in counts_in(batch) if each.ignored == _IGNORED):
+        weights = [of for microbatches, _ in partitions if (of := count.weights(microbatches)) is not None]
+        if len(weights) < len(partitions):
             continue
         is_other = any(not _is_close(each, of) for each, (_, of) in zip(weights, partitions, strict=True))
-        if is_other and max(loss.errors([each for each in weights if each is not None])) <= near:
+        if is_other and max(loss.errors(weights)) <= near:
             return count, SAMPLES
     return ()
 
@@ -162,7 +162,7 @@ def rounding_of(number: float, dtype: torch.dtype) -> float:
 def counts_in(batch: Any) -> list[Count]:
     """The candidate counts of a batch: labels that are not ignored, masks, weights; the most common first.
 
-    Those of labels that a cross entropy ignores by default are the first: no padding is as likely to be counted.
+    Labels that a cross entropy ignores by default are the first: no padding is as likely to be counted.
     """
     found = list(enumerate(_tensors(batch)))
     counts = [

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_hybrid.errors import CheckpointError, IncompleteCheckpoint
 
 _LISTED = 5
-_ARCHIVE, _PICKLE, _TAR = b"PK\x03\x04", b"\x80", b"ustar"  # how files begin; those of torch before 1.6 are pickles
+_ARCHIVE, _PICKLE, _TAR = b"PK\x03\x04", b"\x80", b"ustar"  # how files begin; files of torch before 1.6 are pickles
 _TAR_AT = 257
 _LENGTHS_AT = 26  # in the header of a member: of its name, and of what follows it
 _CONTENT = "data.pkl"

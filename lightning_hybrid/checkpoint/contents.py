@@ -69,9 +69,9 @@ def describe_layout(axes: Mapping[str, Any]) -> str:
     sizes |= {"data_parallel_size": copies * shards}
     if not zero or copies > 1:  # all replicas by default
         sizes["shard_size"] = shards
-    shown = {option: size for option, size in sizes.items() if size not in (0, 1)} | (
-        {"zero_stage": zero} if zero else {}
-    )
+    shown = {option: size for option, size in sizes.items() if size not in (0, 1)}
+    if zero:
+        shown["zero_stage"] = zero
     return ", ".join(f"{option}={size}" for option, size in shown.items()) or "one process"
 
 

@@ -133,13 +133,18 @@ def owner_stages(
     """
     if cuts is not None:
         return owners_from(graph, cut_at(graph, num_stages, cuts))
-    starts, first_use = _elements(graph, _updates(graph))
+    starts, first_use = elements_of(graph)
     if num_stages > len(starts):
         reads = first_use if len(starts) > 1 else ()
         text = _too_few(graph, starts, num_ranks, num_stages // num_ranks)
         raise UnfitError(text, entry="too-many-stages", reads=reads)
     begins = [0, *starts[1:]]
     return owners_from(graph, [begins[i] for i in balance(costs_between(graph, begins), num_stages, widths)])
+
+
+def elements_of(graph: StepGraph) -> tuple[list[int], dict[str, int]]:
+    """The nodes at which the elements of stages start, and the node of each parameter's first use."""
+    return _elements(graph, _updates(graph))
 
 
 def costs_between(graph: StepGraph, begins: Sequence[int]) -> list[float]:
@@ -150,10 +155,9 @@ def costs_between(graph: StepGraph, begins: Sequence[int]) -> list[float]:
 
 def owners_from(graph: StepGraph, begins: Sequence[int]) -> dict[str, int]:
     """The owner stage of each parameter, where stages begin at these nodes."""
-    updates = _updates(graph)
-    _, first_use = _elements(graph, updates)
+    _, first_use = elements_of(graph)
     homes = {name: bisect.bisect_right(begins, node) - 1 for name, node in first_use.items()}
-    return _tie_written(graph, homes, updates)
+    return _tie_written(graph, homes, _updates(graph))
 
 
 def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assignment:

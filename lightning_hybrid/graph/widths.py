@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from lightning_hybrid.errors import PartitionError
 from lightning_hybrid.graph.partition import (
-    _elements,
-    _updates,
     assign,
     balance,
     costs_between,
     cut_at,
+    elements_of,
     owner_stages,
     owners_from,
 )
@@ -46,7 +45,7 @@ class Elements(NamedTuple):
 class Stages(NamedTuple):
     """Segments of elements with the ranks of each."""
 
-    starts: list[int]  # the first element of each; that of the first is 0
+    starts: list[int]  # the first element of each, from 0 on
     widths: list[int]  # the number of ranks of each
 
     @property
@@ -101,7 +100,7 @@ def owners_and_widths(
     Raises:
         PartitionError: As for `owner_stages`, if no stage is wide.
     """
-    starts, first_use = _elements(graph, _updates(graph))
+    starts, first_use = elements_of(graph)
     begins = [0, *starts[1:]] if cuts is None else cut_at(graph, len(cuts) + 1, cuts)
     costs, one_rank = costs_between(graph, begins), set(narrow)
     ends = [*begins[1:], len(graph.nodes)]

@@ -160,7 +160,7 @@ def describe_undecided(name: str) -> str:
     """The warning about a logged number that no batch has explained by its microbatches."""
     return (
         f"training_step logs {name!r}, which its microbatches gave in several ways in all batches that were compared"
-        " (0, or true), and do not now: this number may be that of a microbatch. The next batch shows how they make it"
+        " (0, or true), and do not now: this number may be one microbatch's. The next batch shows how they make it"
         " (docs/semantics/logging_and_metrics.md)"
     )
 

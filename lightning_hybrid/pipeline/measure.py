@@ -88,7 +88,7 @@ class LossWeighting(NamedTuple):
 
     @property
     def undecided(self) -> Mapping[NumberKey, tuple[str, ...]]:
-        """The numbers that another batch must explain by its parts: they were 0, or true in all."""
+        """The numbers that another batch must explain by its parts: 0, true in all, or of 16 bits and largest too."""
         return {key: how for key, how in self.candidates if len(how) > 1 and not is_decided(how)}
 
     def with_evidence(self, other: LossWeighting) -> LossWeighting:

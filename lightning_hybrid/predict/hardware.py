@@ -30,8 +30,8 @@ _TABLES = {
     "attention": "shares by kernel, such as { flash2 = 0.6 }",
 }
 _LINKS = ("within_node", "between_nodes")
-# What a file may leave out. The efficiency is that of the H100 and its data sheet, 64 % of 989 TFLOP/s, and the overlap
-# that of all devices since the A100.
+# What a file may leave out. The efficiency is the H100's, 64 % of 989 TFLOP/s of its data sheet, and the
+# overlap what all devices since the A100 have.
 _DEFAULTS: Mapping[str, Any] = {
     "reserved": 1.5e9,
     "kernel_seconds": 4e-6,

@@ -144,13 +144,17 @@ def test_sync_batchnorm(worlds):
         assert_same(found, wanted)
 
 
+def clamp_gradients(layer):
+    for parameter in layer.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
 class Hooked(Layers):
     """A hook that is not linear in the gradient."""
 
     def __init__(self):
         super().__init__()
-        for parameter in self.layers[0].parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        clamp_gradients(self.layers[0])
 
 
 class HookedWhereTied(Tied):
@@ -246,8 +250,7 @@ class SlowAndHooked(SlowFirst):
 
     def __init__(self):
         super().__init__()
-        for parameter in self.layers[0].parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        clamp_gradients(self.layers[0])
 
 
 class SlowAndHookedInStep(SlowFirst):

@@ -28,7 +28,7 @@ from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.params.gradient_hooks import StepHooks
 from lightning_hybrid.pipeline.runtime.old_gradients import OldGradients
 from lightning_hybrid.step.objects.modules import modules_in, parameters_of
-from lightning_hybrid.step.objects.tensors import GradientHook, gradient_dtype
+from lightning_hybrid.step.objects.tensors import GradientHook, gradient_dtype, gradient_hooks
 from lightning_hybrid.step.standins.tensors import is_absent
 
 
@@ -43,7 +43,9 @@ def split_weight(of_loss: float, of_gradients: float, *, scales: bool | None) ->
 def without_hooks(root: nn.Module) -> Iterator[None]:
     """Take hooks of the user off the parameters inside."""
     with torch._C.DisableTorchFunction():
-        taken = [(hooks, key, hooks[key]) for p in _present(root) for hooks in _hooks(p) for key in _of_user(hooks)]
+        taken = [
+            (hooks, key, hooks[key]) for p in _present(root) for hooks in gradient_hooks(p) for key in _of_user(hooks)
+        ]
     for hooks, key, _ in taken:
         hooks[key] = _nothing
     try:
@@ -94,13 +96,15 @@ class ParameterGradients:
     def has_hooks(self) -> bool:
         """Whether hooks of the user run in backwards: on parameters or modules."""
         of_modules = any(module._backward_hooks or module._backward_pre_hooks for _, module in modules_in(self.root))
-        return of_modules or any(_of_user(hooks) or _of_step(hooks) for p in self._parameters for hooks in _hooks(p))
+        return of_modules or any(
+            _of_user(hooks) or _of_step(hooks) for p in self._parameters for hooks in gradient_hooks(p)
+        )
 
     def hooked(self) -> list[nn.Parameter]:
         """The parameters with hooks of the user; in a backward inside of ``by``."""
         if self._has_parts:
             return [hooked.parameter for hooked in self._hooked.values()]
-        return [p for p in self._parameters if any(map(_of_user, _hooks(p)))]
+        return [p for p in self._parameters if any(map(_of_user, gradient_hooks(p)))]
 
     @contextlib.contextmanager
     def by(self, factor: float, stage: int = 0, *, is_last: bool) -> Iterator[None]:
@@ -122,12 +126,12 @@ class ParameterGradients:
 
     def _take_over(self, parameter: nn.Parameter) -> None:
         """Let hooks of the user run in the last backward only, those after the accumulation before all of ours."""
-        _, after = _hooks(parameter)
+        _, after = gradient_hooks(parameter)
         for key in [key for key, hook in after.items() if isinstance(hook, GradientHook)] if _of_user(after) else []:
             after[key] = after.pop(key)  # it may take the gradient away
         if not self._has_parts:
             return
-        new = [(hooks, key) for hooks in _hooks(parameter) for key in _of_user(hooks)]
+        new = [(hooks, key) for hooks in gradient_hooks(parameter) for key in _of_user(hooks)]
         for hooks, key in new:
             hooks[key] = _OfStep(partial(self._in_last_backward, hooks[key]), hooks[key])
         if new and id(parameter) not in self._hooked:
@@ -135,7 +139,7 @@ class ParameterGradients:
                 self._scaling.pop(id(parameter)).remove()
             self._hooked[id(parameter)] = hooked = _Hooked(parameter)
             hooked.handle = parameter.register_hook(_OfStep(partial(self._collected, hooked)))
-            hooks = _hooks(parameter)[0]
+            hooks = gradient_hooks(parameter)[0]
             for key in list(hooks)[:-1]:  # the others get what it returns
                 hooks[key] = hooks.pop(key)
 
@@ -159,7 +163,7 @@ class ParameterGradients:
         for hooked in self._hooked.values():
             if hooked.sum is not None and hooked.stage == stage:
                 total, hooked.sum, parameter = hooked.sum, None, hooked.parameter
-                before, after = ([hook.of_user for hook in _of_step(hooks)] for hooks in _hooks(parameter))
+                before, after = ([hook.of_user for hook in _of_step(hooks)] for hooks in gradient_hooks(parameter))
                 for hook in filter(None, before):
                     changed = hook(total)
                     total = total if changed is None else changed
@@ -174,7 +178,7 @@ class ParameterGradients:
             handle.remove()
         for hooked in self._hooked.values():
             with torch._C.DisableTorchFunction():
-                for hooks in _hooks(hooked.parameter):
+                for hooks in gradient_hooks(hooked.parameter):
                     hooks.update({key: hook.of_user for key, hook in hooks.items() if isinstance(hook, _OfStep)})
         self._scaling, self._hooked = {}, {}
 
@@ -182,12 +186,6 @@ class ParameterGradients:
 def _present(root: nn.Module) -> list[nn.Parameter]:
     with torch._C.DisableTorchFunction():
         return [parameter for _, parameter in parameters_of(modules_in(root)) if not is_absent(parameter)]
-
-
-def _hooks(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks on the gradient of a parameter, and those after its accumulation, which torch calls in this order."""
-    with torch._C.DisableTorchFunction():
-        return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def _of_user(hooks: dict[int, Any]) -> list[int]:

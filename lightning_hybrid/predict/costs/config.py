@@ -230,7 +230,7 @@ class ModelConfig:
     def window_pattern(self) -> int:
         """One of so many layers in a row has no window, such as 4 for "LLLG"; 0 if that is not given."""
         key = next((key for key in _PATTERN_KEYS if self.content.get(key) is not None), "")
-        # Of caches of two kinds of layers, the first were those of every other layer, without a pattern.
+        # A hybrid cache without a pattern is for models whose every other layer has a window.
         value = self.content[key] if key else 2 * (self.content.get("cache_implementation") == "hybrid")
         if isinstance(value, str):
             return len(value)

@@ -216,7 +216,7 @@ class ModuleSnapshot(ArgumentSnapshot):
     def written_buffers(self, root: nn.Module) -> frozenset[str]:
         """FQNs of the buffers of a module that have been written since, or are others.
 
-        Averages of BatchNorm are left out. Those of other norms are written by kernels that do not tell.
+        Averages of BatchNorm are left out; kernels write averages of other norms without telling.
         """
         here = {id(content.tensor) for content in self._buffers if content.is_here()}
         return frozenset(

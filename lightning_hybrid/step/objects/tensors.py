@@ -192,8 +192,13 @@ class GradientHook:
         return self._is_idle()
 
 
-def hooks_of_user(parameter: Tensor) -> list[Any]:
-    """The user's hooks on the gradient of a parameter of any shape, those after its accumulation last."""
+def gradient_hooks(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks on the gradient of a parameter of any shape, and after its accumulation, in the order of torch."""
     with torch._C.DisableTorchFunction():
-        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return [hook for each in hooks for hook in (each or {}).values() if not isinstance(hook, GradientHook)]
+        return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def hooks_of_user(parameter: Tensor) -> list[Any]:
+    """The user's hooks on the gradient of a parameter of any shape, outside of a step."""
+    both = gradient_hooks(parameter)
+    return [hook for hooks in both for hook in hooks.values() if not isinstance(hook, GradientHook)]

@@ -6,10 +6,11 @@ jsonargparse checks a config by the strategy's signature, before the strategy is
 from __future__ import annotations
 
 import difflib
-import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
+from lightning_hybrid.namespace import extend
 from lightning_hybrid.strategies.options.foreign import refuse_foreign
 
 _UNKNOWN = re.compile(r"Option '(\w+)' is not accepted")
@@ -19,16 +20,11 @@ _OPTION = re.compile(r"NestedArg\(key='(\w+)', val='?([^')]*)'?\)")
 
 def hint_at_options(library: Any) -> None:
     """Let errors of jsonargparse end with the nearest options."""
-    if hasattr(library.ArgumentParser.error, "names_options"):
-        return
-    original = library.ArgumentParser.error
+    extend(library.ArgumentParser, "error", _with_hint)
 
-    @functools.wraps(original)
-    def error(self: Any, message: str, *further: Any, **options: Any) -> Any:
-        return original(self, f"{message}{hint(message)}", *further, **options)
 
-    error.names_options = True  # type: ignore[attr-defined]
-    library.ArgumentParser.error = error
+def _with_hint(error: Callable[..., Any], parser: Any, message: str, *further: Any, **options: Any) -> Any:
+    return error(parser, f"{message}{hint(message)}", *further, **options)
 
 
 def hint(message: str) -> str:

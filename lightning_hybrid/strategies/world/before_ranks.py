@@ -73,7 +73,7 @@ def _check_cuts(options: Options, module: LightningModule) -> None:
     """Look for the modules, or parameters, that stages begin with; some modules are built on the ranks alone."""
     if is_overridden("configure_model", module):
         return
-    layers = [name for name, each in module.named_modules() if name and any(True for _ in each.parameters())]
+    layers = [name for name, each in module.named_modules() if name and next(each.parameters(), None) is not None]
     known = {name for name, _ in (*module.named_modules(), *module.named_parameters())}
     for cut in options.pipeline_cuts or ():
         if cut not in known:
@@ -98,5 +98,5 @@ def _check_stages(options: Options, module: LightningModule, given: Mapping[str,
     num_stages = int(options.mesh_sizes["pipeline_parallel_size"]) * options.stages_of_each_rank
     holders = [each for each in module.modules() if next(each.parameters(recurse=False), None) is not None]
     if len(holders) < num_stages and not options.pipeline_cuts and not is_overridden("configure_model", module):
-        # It derives a strategy from that of the user, and is above this folder.
+        # It derives a strategy from the user's, and is above this folder.
         importlib.import_module(f"{_PACKAGE}.planning.stages").check_stages(options, module, given)
