@@ -147,7 +147,7 @@ def test_phases_are_named_on_standard_error(capsys):
         "making the module and its data",
         "recording the step on one batch",
     ]
-    expected += ["searching plans of layers for tensor and context ranks", "estimating memory"]
+    expected += ["searching tensor plans", "searching tensor plans: layer 1 of 5, layers.0", "estimating memory"]
     assert [name for name in names if name in expected] == expected
 
 
