@@ -15,7 +15,7 @@ from lightning_hybrid.cli.module import (
     add_layout_to,
     data_and_device_errors,
     layout_and_classes,
-    memory_rows,
+    print_memory,
     reads_storage,
     refusals,
 )
@@ -246,7 +246,7 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
     print()
     ranks = content["rank"]
     named = {(f"rank {each['rank']}", ", ".join(map(str, each["stages"]))): each["bytes"] for each in ranks}
-    print_table(memory_rows(["bytes of a rank, estimated", "stages"], named, content["offloaded"]))
+    print_memory(["bytes of a rank, estimated", "stages"], named, content["offloaded"])
     print_table(_message_rows(ranks))
     _print_tensor_plans(content["tensor_plans"])
     if verbose or len(ranks) <= _FEW:
