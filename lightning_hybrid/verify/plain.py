@@ -25,7 +25,7 @@ from lightning_hybrid.verify.record import RunRecord, prediction_leaves
 from lightning_hybrid.verify.steps import has_batch_norm, rows_of_pieces
 
 
-class Drawn(Exception):
+class _Drawn(Exception):
     """A step has drawn random numbers, in a run that ends there."""
 
 
@@ -157,7 +157,7 @@ class PlainRun:
             yield
             self.moved_generators |= keyed is None and not before.are_unchanged()
         if self.moved_generators and self._until_drawn:
-            raise Drawn("the run is repeated with keyed numbers")
+            raise _Drawn("the run is repeated with keyed numbers")
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
