@@ -88,7 +88,7 @@ def _numbers_by_part(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _kind(key: str) -> str:
-    """The key of a tensor with a star for each number, but for that of its optimizer."""
+    """The key of a tensor with a star for each number, except the number of its optimizer."""
     path = key.split("/")
     own = 2 if path[0] == "optimizer" else 1
     return "/".join([*path[:own], *(re.sub(r"\b\d+\b", "*", part) for part in path[own:])])

@@ -187,7 +187,7 @@ class CheckpointFiles:
         self._epochs = SavedEpochs.of(checkpoint, replicas)
 
     def report_epochs(self) -> None:
-        """Print which numbers of steps differ from those of the run that is resumed, once the loader is made."""
+        """Print how the epochs of a resumed run change with the number of replicas, once the loader is made."""
         batches = self._module.trainer.num_training_batches
         saved, self._epochs = self._epochs, SavedEpochs()
         if text := saved.changes_to(self._world.layout.data_parallel_size, batches):

@@ -292,7 +292,6 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
     def on_train_start(self) -> None:
         """Check the run's schedules and searches before its first batch."""
-        self._files.report_epochs()
         self._active.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

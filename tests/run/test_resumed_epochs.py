@@ -23,7 +23,7 @@ def test_nothing_is_said_of_as_many_replicas_or_batches(replicas, batches):
     assert SavedEpochs.of(CHECKPOINT, 2).changes_to(replicas, batches) == ""
 
 
-def test_what_is_not_known_is_told_under_its_assumption():
+def test_unknown_numbers_of_batches_are_estimated():
     saved = SavedEpochs.of({"loops": PROGRESS}, 2)
     assert "an epoch had 5 batches; with the same batch_size it has about 3 now" in saved.changes_to(4, math.inf)
     progress = {"fit_loop": {"epoch_loop.batch_progress": {"is_last_batch": False, "current": {"ready": 2}}}}

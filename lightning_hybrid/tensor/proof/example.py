@@ -84,8 +84,8 @@ def make_example(
         if runs(example(apart)):
             return example(apart)
 
-    def with_resize(length: int, sizes: Mapping[int, _Resize], *ways: range) -> Mapping[int, _Resize]:
-        for spared in ways:
+    def with_resize(length: int, sizes: Mapping[int, _Resize], *spared_dims: range) -> Mapping[int, _Resize]:
+        for spared in spared_dims:
             resize = _Resize(small[length], spared)
             attempt = {**sizes, length: resize}
             if any(resize.dims(leaf, length) for leaf in tensors) and runs(example(attempt)):
@@ -148,7 +148,7 @@ class _Resize(NamedTuple):
     spared: range  # numbers of dims of these tensors
 
     def dims(self, tensor: Tensor, length: int) -> list[int]:
-        """The dims of a tensor that are resized, among those of a length."""
+        """The dims of this length that are resized in a tensor."""
         last = tensor.dim() - 1 if tensor.dim() in self.spared else tensor.dim()
         return [dim for dim in range(min(last, tensor.dim())) if tensor.shape[dim] == length]
 
