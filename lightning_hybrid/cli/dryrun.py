@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = f"""example:
-  lightning-hybrid dryrun examples/quickstart.py:Classifier --layout dp=64,pp=8 --num-nodes 64 --rank 511 -v
-  lightning-hybrid dryrun examples/gpt_cli.py --layout tp=4,pp=2 --num-nodes 16 --devices 8 --rank 0,120-127 --json
+  lightning-hybrid dryrun train.py:Classifier --layout dp=64,pp=8 --num-nodes 64 --rank 511 -v
+  lightning-hybrid dryrun main.py --layout tp=4,pp=2 --num-nodes 16 --devices 8 --rank 0,120-127 --json
 
 {STATUSES}"""
 _MOST_RANKS = 512

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = f"""example:
-  lightning-hybrid explain examples/quickstart.py:Classifier --layout pp=2,tp=2
-  lightning-hybrid explain examples/gpt_cli.py --config examples/configs/3d.yaml
+  lightning-hybrid explain train.py:Classifier --layout pp=2,tp=2
+  lightning-hybrid explain main.py --config config.yaml
 
 {STATUSES}"""
 
