@@ -13,6 +13,7 @@ import importlib
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -364,7 +365,9 @@ def _quiet(lightning: ModuleType) -> Iterator[None]:
     logger = lightning.utilities.rank_zero.rank_zero_module.log
     level = logger.level
     logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=rf"{lightning.__name__.partition('.')[0]}\.")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
