@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.batch.split import batch_size_of
-from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
+from lightning_hybrid.errors import BatchError, LayoutError, LossError, UnfitError
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.metrics import MetricSync
@@ -108,7 +108,7 @@ class ModulePartition:
             return self._record_step(arguments), None, refusal
         except Exception as error:
             is_wrong = isinstance(error, UnfitError) and (setting.options.pipeline_cuts or self._has_all(error.reads))
-            if isinstance(error, BatchError) or is_wrong or not can_fall_back:
+            if isinstance(error, BatchError | LossError) or is_wrong or not can_fall_back:
                 raise
             return (), error, refusal
 
