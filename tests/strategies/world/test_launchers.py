@@ -167,6 +167,17 @@ def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
     [
         (3, {}, "2 ranks but the world has 3; set pipeline_parallel_size=1 or 3, or devices=2 or 4"),
         (2, {"pipeline_cuts": ["nosuch"]}, r"nearest: \['layers', 'layers.\d', 'layers.\d'\]"),
+        (
+            2,
+            {"pipeline_cuts": ["layers.1", "layers.2"]},
+            "names 2 modules, but 2 stages need 1: .* change pipeline_parallel_size or stages_per_rank for 3 stages",
+        ),
+        (2, {"pipeline_cuts": ["layers.0"]}, "'layers.0', with which the first stage begins; name"),
+        (
+            2,
+            {"pipeline_cuts": ["layers.2", "layers.1", "layers.3"], "stages_per_rank": 2},
+            "of training_step, which uses layers.1 before layers.2 before layers.3; name each once, in this order",
+        ),
         (2, {"pipeline_cuts": ["layer.3"]}, "'layer.3', but Tiny has no module of .*; nearest: .'layers.3'"),
         (
             2,
