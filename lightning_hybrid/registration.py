@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from types import ModuleType
 from typing import Any, get_args
@@ -18,6 +20,7 @@ from lightning_hybrid.errors import add_error_note
 from lightning_hybrid.namespace import PACKAGES, extend
 from lightning_hybrid.text import wrapped
 
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d": {},
     "hybrid3d_fork": {"start_method": "fork"},
@@ -32,6 +35,7 @@ _NAMES: dict[str, dict[str, Any]] = {
 def register(package: ModuleType) -> None:
     """Register the strategies with one of Lightning's packages, or refuse them where the other one is in use."""
     accept_folders(importlib.import_module(f"{package.__name__}.core.saving"))
+    extend(warnings, "formatwarning", _wrapped_warning)
     if sys.modules.get(PACKAGES[0], package) is not package:
         extend(package.Trainer, "__init__", _without_ours)
         return
@@ -42,6 +46,13 @@ def register(package: ModuleType) -> None:
             registry.register(name, _build, description=description, **options)
     connectors = importlib.import_module(f"{package.__name__}.trainer.connectors.accelerator_connector")
     extend(connectors._AcceleratorConnector, "__init__", _with_names)
+
+
+def _wrapped_warning(format_: Callable[..., str], message: Any, category: Any, filename: str, *rest: Any) -> str:
+    """Return a warning of this package in lines of 100 characters, without the line of this package that gives it."""
+    if filename.startswith(f"{_FOLDER}{os.sep}"):
+        return wrapped(f"hybrid3d warning: {message}") + "\n"
+    return format_(message, category, filename, *rest)
 
 
 def name_options(library: ModuleType) -> None:

@@ -30,8 +30,8 @@ from lightning_hybrid.run.description.lines import (
 from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_stages
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.objects.modules import shortened
-from lightning_hybrid.text import columns, sized, spanned, wrapped
+from lightning_hybrid.step.objects.modules import spanned_modules
+from lightning_hybrid.text import columns, sized, wrapped
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
@@ -207,7 +207,7 @@ def _units(assignment: Assignment, stage: int) -> str:
     units = list(dict.fromkeys(node.unit for node in nodes if node.unit))
     if not units:
         return "(glue)"
-    return spanned([shortened(unit) for unit in units])
+    return spanned_modules(units)
 
 
 @only_informs("the start table")
