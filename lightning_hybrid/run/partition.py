@@ -83,7 +83,8 @@ class ModulePartition:
                 if unrecorded is not None:
                     raise unrecorded from unrecorded.__cause__
                 raise
-            self.may_retry &= arguments is None  # what the start hooks set may let layers be recorded
+            # What the start hooks set may let layers be recorded; sizes of layers stay.
+            self.may_retry &= arguments is None and unrecorded is not None
             reason = setting.world.first_reason(unrecorded) or str(error)  # without a recording no layer is sharded
             self._fall_back(["pp", "cp", "tp"], reason, unrecorded or error)
             self._plan_layers(recorded=True)
