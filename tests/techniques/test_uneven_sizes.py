@@ -17,7 +17,7 @@ def printed_of_fit(pp, options):
     return [str(each.message) for each in caught if "sharded instead" in str(each.message)]
 
 
-def test_uneven_size_is_told_once(worlds):
+def test_uneven_size_is_warned_of_once(worlds):
     said, *_ = worlds.run(5, printed_of_fit, 1, {"tensor_parallel_size": 5})
     [text] = said
     assert "tensor_parallel_size=5 shards no layer of the module" in text and "set it to " in text, text
