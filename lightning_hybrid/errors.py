@@ -133,6 +133,10 @@ class UncapturedOutput(StepError):
         return type(self), (self.unit, *self.args), self.__dict__
 
 
+class LossError(StepError):
+    """A training step returns no loss, or one of several numbers, as no layout, nor one process, could train with."""
+
+
 class StepChanged(StepError):
     """A training step runs other operations, or makes values of other shapes, than when it was recorded."""
 

@@ -72,10 +72,12 @@ class ParallelLayout:
             _check_size(field.name, getattr(self, field.name))
         room = self.data_parallel_size * self.context_parallel_size
         if room % self.expert_parallel_size:
+            shared = math.gcd(room, self.expert_parallel_size)
+            replicas = self.data_parallel_size * self.expert_parallel_size // shared
             raise LayoutError(
                 f"experts are sharded over dp*cp = {self.data_parallel_size}*{self.context_parallel_size} = {room}"
                 f" ranks, which expert_parallel_size={self.expert_parallel_size} does not divide; set"
-                f" expert_parallel_size={math.gcd(room, self.expert_parallel_size)}",
+                f" expert_parallel_size={shared}, or data_parallel_size={replicas} (dp={replicas})",
                 entry="expert-size",
             )
         smaller, larger = sorted((self.data_shard_size, self.expert_replicas))

@@ -6,16 +6,21 @@ Lightning. Uses without Lightning (planning a layout, drawing a schedule) do not
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import os
 import sys
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from lightning_hybrid.checkpoint.loading import accept_folders
 from lightning_hybrid.errors import add_error_note
 from lightning_hybrid.namespace import PACKAGES, extend
+from lightning_hybrid.text import wrapped
 
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d": {},
     "hybrid3d_fork": {"start_method": "fork"},
@@ -30,6 +35,7 @@ _NAMES: dict[str, dict[str, Any]] = {
 def register(package: ModuleType) -> None:
     """Register the strategies with one of Lightning's packages, or refuse them where the other one is in use."""
     accept_folders(importlib.import_module(f"{package.__name__}.core.saving"))
+    extend(warnings, "formatwarning", _wrapped_warning)
     if sys.modules.get(PACKAGES[0], package) is not package:
         extend(package.Trainer, "__init__", _without_ours)
         return
@@ -40,6 +46,13 @@ def register(package: ModuleType) -> None:
             registry.register(name, _build, description=description, **options)
     connectors = importlib.import_module(f"{package.__name__}.trainer.connectors.accelerator_connector")
     extend(connectors._AcceleratorConnector, "__init__", _with_names)
+
+
+def _wrapped_warning(format_: Callable[..., str], message: Any, category: Any, filename: str, *rest: Any) -> str:
+    """Return a warning of this package in lines of 100 characters, without the line of this package that gives it."""
+    if filename.startswith(f"{_FOLDER}{os.sep}"):
+        return wrapped(f"hybrid3d warning: {message}") + "\n"
+    return format_(message, category, filename, *rest)
 
 
 def name_options(library: ModuleType) -> None:
@@ -56,17 +69,27 @@ def _build(**options: Any) -> Any:
 
 
 def _with_names(init: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Let Lightning's error of an unknown strategy, which lists its own names, list the names of this package too."""
+    """Let Lightning's errors of an unknown strategy or precision, which list every name, name the nearest of ours."""
     try:
         init(*arguments, **options)
     except ValueError as error:
-        if "strategy='hybrid" in str(error):
-            add_error_note(
-                error,
+        strategy, precision = options.get("strategy"), options.get("precision")
+        if isinstance(strategy, str) and f"strategy={strategy!r}" in str(error) and _nearest(strategy, _NAMES):
+            text = (
                 f"names of lightning_hybrid are {', '.join(_NAMES)}; other options are arguments:"
-                " strategy=Hybrid3DStrategy(pipeline_parallel_size=2)",
+                f" strategy=Hybrid3DStrategy(pipeline_parallel_size=2){_nearest(strategy, _NAMES)}"
             )
+            add_error_note(error, wrapped(text))
+        if f"Precision {precision!r} is invalid" in str(error) and _is_ours(strategy):
+            names = get_args(importlib.import_module("lightning_hybrid.precision.hybrid").PrecisionName)
+            text = f"set precision to one of {', '.join(names)}{_nearest(str(precision), names)}"
+            add_error_note(error, wrapped(text))
         raise
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _without_ours(init: Callable[..., None], *arguments: Any, **options: Any) -> None:
@@ -74,7 +97,7 @@ def _without_ours(init: Callable[..., None], *arguments: Any, **options: Any) ->
     for argument in ("strategy", "plugins", "callbacks"):
         value = options.get(argument)
         for each in value if isinstance(value, Collection) and not isinstance(value, str) else (value,):
-            if str(each).startswith("hybrid3d") if isinstance(each, str) else _is_ours(each):
+            if _is_ours(each):
                 name = repr(each) if isinstance(each, str) else type(each).__name__
                 raise TypeError(
                     f"Trainer({argument}={name}): the Trainer is of pytorch_lightning, but lightning.pytorch was"
@@ -86,4 +109,6 @@ def _without_ours(init: Callable[..., None], *arguments: Any, **options: Any) ->
 
 
 def _is_ours(value: object) -> bool:
+    if isinstance(value, str):
+        return value.startswith("hybrid3d")
     return any(base.__module__.startswith("lightning_hybrid.") for base in type(value).__mro__)

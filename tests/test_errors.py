@@ -41,6 +41,7 @@ BASES = {
     "HybridError": Exception,
     "IncompleteCheckpoint": errors.CheckpointError,
     "InitialValueError": RuntimeError,
+    "LossError": errors.StepError,
     "LayoutError": ValueError,
     "NotOnAllRanks": RuntimeError,
     "NotOnThisRank": pickle.PicklingError,

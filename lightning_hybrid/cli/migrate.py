@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.command import OK, UsageError, add_command, print_json
+from lightning_hybrid.text import WIDTH, wrapped
 
 _EXAMPLE = """example:
   lightning-hybrid migrate ds_config.json
@@ -21,10 +23,11 @@ exit status: 0 ok; 2 the file cannot be read, or is of no library that is known"
 
 @dataclass
 class Arguments:
-    """What a file becomes: arguments of the strategy and the Trainer; what is left to do, and what is left out."""
+    """What a file becomes: arguments of strategy, Trainer and GradScaler; what is left to do, and what is left out."""
 
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
     by_hand: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -75,7 +78,7 @@ def migrate(config: Mapping[str, Any]) -> Arguments:
     Raises:
         UsageError: The file is of no library that is known.
     """
-    found = Arguments()
+    found, config = Arguments(), _typed(config)
     if "compute_environment" in config or "distributed_type" in config or "fsdp_config" in config:
         _walk(config, _ACCELERATE, found)
     elif config.keys() & {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16"}:
@@ -85,6 +88,17 @@ def migrate(config: Mapping[str, Any]) -> Arguments:
     if "parameters" in found.strategy.get("offload", ()):
         found.strategy.setdefault("zero_stage", 3)
     return found
+
+
+def _typed(value: Any) -> Any:
+    """Return the content of a file with numbers and truth values in place of their spellings, such as "3"."""
+    if isinstance(value, Mapping):
+        return {name: _typed(each) for name, each in value.items()}
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            typed = json.loads(value.lower())
+            return typed if isinstance(typed, bool | int | float) else value
+    return value
 
 
 Rule = Callable[[Any, Arguments], None]
@@ -122,8 +136,9 @@ def _enabled(precision: str) -> Rule:
     """Read a section that switches a precision on; one that does not has no effect."""
     rules = {
         "enabled": _trainer("precision", precision),
-        "loss_scale": _by_hand(f"{_SCALER}, with a large growth_interval, which keeps it"),
-        "initial_scale_power": lambda power, found: found.by_hand.append(_SCALER.format(2**power)),
+        "loss_scale": _constant_scale,
+        "initial_scale_power": lambda power, found: found.scaler.update(init_scale=2.0**power),
+        "loss_scale_window": lambda window, found: found.scaler.update(growth_interval=window),
     }
 
     def read(given: Any, found: Arguments) -> None:
@@ -131,6 +146,11 @@ def _enabled(precision: str) -> Rule:
             _walk(given, rules, found)
 
     return read
+
+
+def _constant_scale(scale: Any, found: Arguments) -> None:
+    found.scaler |= {"init_scale": float(scale), "growth_interval": 10**9}
+    found.by_hand.append(f"loss scale {scale}: the growth_interval keeps it from growing, but an overflow halves it")
 
 
 def _by_hand(text: str) -> Rule:
@@ -219,7 +239,6 @@ def _checkpoint_kind(given: Any, found: Arguments) -> None:
     found.strategy["save_distributed_checkpoint"] = "SHARDED" in str(given).upper()
 
 
-_SCALER = "loss scale {0}: HybridPrecision('16-mixed', scaler=torch.amp.GradScaler(init_scale={0}))"
 _BATCH = "batch size {}: set it on the DataLoader; it is for one replica"
 _ALL_BATCHES = (
     "train_batch_size {} = batch size of the DataLoader x accumulate_grad_batches x replicas; a replica has several"
@@ -323,11 +342,29 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _text(found: Arguments) -> str:
-    strategy = ", ".join(f"{name}={value!r}" for name, value in found.strategy.items())
-    trainer = "".join(f"{name}={value!r}, " for name, value in found.trainer.items())
-    lines = ["import lightning as L", "from lightning_hybrid import Hybrid3DStrategy", ""]
-    lines += [f"strategy = Hybrid3DStrategy({strategy})", f"trainer = L.Trainer({trainer}strategy=strategy)"]
+    strategy, trainer = _listed(found.strategy), _listed(found.trainer)
+    imports, names = ["import lightning as L"], "Hybrid3DStrategy"
+    if found.scaler and found.trainer.get("precision") == "16-mixed":  # the plugin has the precision
+        trainer = _listed({name: value for name, value in found.trainer.items() if name != "precision"})
+        plugin = f"HybridPrecision('16-mixed', scaler=torch.amp.GradScaler({', '.join(_listed(found.scaler))}))"
+        strategy.append(f"precision_plugin={plugin}")
+        imports, names = [*imports, "import torch"], "Hybrid3DStrategy, HybridPrecision"
+    lines = [*imports, f"from lightning_hybrid import {names}", ""]
+    lines += [
+        _call("strategy = Hybrid3DStrategy", strategy),
+        _call("trainer = L.Trainer", [*trainer, "strategy=strategy"]),
+    ]
     for title, items in (("by hand:", found.by_hand), ("left out:", found.left_out)):
         if items:
-            lines += ["", title, *(f"- {item}" for item in items)]
+            lines += ["", title, *(wrapped(f"- {item}") for item in items)]
     return "\n".join(lines)
+
+
+def _listed(arguments: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value!r}" for name, value in arguments.items()]
+
+
+def _call(function: str, arguments: Sequence[str]) -> str:
+    """A call in a line, or with an argument in each line where that is longer than 100 characters."""
+    line = f"{function}({', '.join(arguments)})"
+    return line if len(line) <= WIDTH else "\n".join([f"{function}(", *(f"    {each}," for each in arguments), ")"])

@@ -164,15 +164,18 @@ def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
 
 
 def checked(layout: Layout) -> Layout:
-    """Return the layout, whose values the strategy takes.
+    """Return the layout, whose values the strategy takes, and whose sizes fit each other.
 
     Raises:
-        UsageError: It does not take one, whatever the module is.
+        UsageError: It does not take one, or they do not, whatever the module is.
     """
+    from lightning_hybrid.layout import ParallelLayout
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
     with usage_errors():
-        Hybrid3DStrategy(**layout.options(None))
+        options = Hybrid3DStrategy(**layout.options(None)).options
+        if not options.asks_for_plan:
+            ParallelLayout.resolve(layout.devices, **options.mesh_sizes)  # type: ignore[arg-type]
     return layout
 
 

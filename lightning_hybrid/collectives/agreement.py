@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.errors import RanksDisagree, StepError
+from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.host_copies import HostReads, bytes_of, is_on_host
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
@@ -136,6 +139,33 @@ def _first_known(numbers: Sequence[float]) -> float:
     """The first number that a rank has; a NaN only if no rank has another one: it may be computed from absent ones."""
     known = [number for number in numbers if is_known(number)]
     return next((number for number in known if not math.isnan(number)), known[0] if known else ABSENT)
+
+
+def agree_on_operations(step: str, nodes: Sequence[Node], group: dist.ProcessGroup, axis: str) -> None:
+    """Check that ranks along an axis have recorded the same operations; collective over their group.
+
+    Raises:
+        RanksDisagree: They have not; on every rank, with the lines of the first ones that differ.
+    """
+    mine = [(node.name, node.line) for node in nodes]
+    checksums = gather_on_all(zlib.crc32(repr([name for name, _ in mine]).encode()), group)
+    if len(set(checksums)) == 1:
+        return
+    rows = gather_on_all(mine, group)
+    other = next(rank for rank, checksum in enumerate(checksums) if checksum != checksums[0])
+    pairs = itertools.zip_longest(rows[0], rows[other], fillvalue=("", ""))
+    first, second = next(pair for pair in pairs if pair[0][0] != pair[1][0])
+    raise RanksDisagree(
+        f"ranks of one replica take different paths through {step}: {RANKS[axis]} rank 0 {_runs(*first)}, and rank"
+        f" {other} {_runs(*second)}. The code decides by the rank (LOCAL_RANK, RANK, mesh.rank), or by random numbers"
+        " of other seeds; let both take the same path: self.global_rank is the same on all ranks of a replica",
+        entry="operations-differ",
+    )
+
+
+def _runs(name: str, line: str) -> str:
+    what = f"calls {name[1:]}" if name.startswith("@") else f"runs {name}" if name else "ends"
+    return f"{what} ({line})" if line else what
 
 
 def batches_differ(checksums: Sequence[float], ranks: str, shapes: Sequence[object] = ()) -> RanksDisagree:

@@ -340,16 +340,22 @@ def _uses_first(graph: StepGraph, updates: Collection[int]) -> list[Node]:
     return sorted(graph.nodes, key=lambda node: (node.index in updates, node.index))
 
 
+def wrong_number_of_cuts(cuts: Sequence[str], num_stages: int) -> UnfitError:
+    """The error for another number of cuts than stages need."""
+    return UnfitError(
+        f"pipeline_cuts names {counted(len(cuts), 'module')}, but {counted(num_stages, 'stage')} need"
+        f" {num_stages - 1}: name the first module of each stage from the second stage on, or change"
+        f" pipeline_parallel_size or stages_per_rank for {counted(len(cuts) + 1, 'stage')}",
+        entry="cuts-number",
+    )
+
+
 def cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str]) -> list[int]:
     """The nodes at which the stages begin, by the FQNs of ``cuts``."""
     updates = _updates(graph)
     if len(cuts) != num_stages - 1:
-        raise UnfitError(
-            f"pipeline_cuts has {len(cuts)} entries but {num_stages} stages need {num_stages - 1}:"
-            " name the first unit of each stage but the first",
-            entry="cuts-number",
-        )
-    begins = [0]
+        raise wrong_number_of_cuts(cuts, num_stages)
+    begins = []
     for cut in cuts:
         nodes = _uses_first(graph, updates)
         begin = next((n.index for n in nodes if any(_covers(cut, name) for name in _names(n))), None)
@@ -359,14 +365,21 @@ def cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str]) -> list[int]:
             raise UnfitError(
                 f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}", entry="cuts-name"
             )
-        if begin <= begins[-1]:
-            previous = repr(cuts[len(begins) - 2]) if len(begins) > 1 else "the first stage"
-            raise UnfitError(
-                f"pipeline_cuts are not in the order of {graph.step}: {cut!r} is not after {previous}",
-                entry="cuts-order",
-            )
         begins.append(begin)
-    return begins
+    if begins and min(begins) == 0:
+        raise UnfitError(
+            f"pipeline_cuts names {cuts[begins.index(0)]!r}, with which the first stage begins; name the first module"
+            " of each stage from the second stage on",
+            entry="cuts-order",
+        )
+    if begins != sorted(set(begins)):
+        used = [cut for _, cut in sorted(dict(zip(begins, cuts, strict=True)).items())]
+        raise UnfitError(
+            f"pipeline_cuts={[*cuts]} are not in the order of {graph.step}, which uses {' before '.join(used)}; name"
+            " each once, in this order",
+            entry="cuts-order",
+        )
+    return [0, *begins]
 
 
 def _names(node: Node) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Whether a step has layers enough for its stages, told by one process before ranks are started."""
+"""Whether a step has layers enough for its stages, and uses them in the order of cuts, before ranks are started."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _OPTIONS = (
     "stages_per_rank",
     "schedule",
     "stage_widths",
+    "pipeline_cuts",
     "num_microbatches",
     "batch_splitter",
     "example_batch",
@@ -33,7 +34,7 @@ def check_stages(options: Options, module: pl.LightningModule, fit_arguments: Ma
     """Record the step of a copy, without storage for its parameters, and partition it.
 
     Raises:
-        UnfitError: It has fewer layers than there are stages.
+        UnfitError: It has fewer layers than there are stages, or uses the modules of cuts in another order.
     """
     data = {name: value for name, value in fit_arguments.items() if name in ("train_dataloaders", "datamodule")}
     chosen = {name: value for name, value in options.changed(OPTION_DEFAULTS).items() if name in _OPTIONS}

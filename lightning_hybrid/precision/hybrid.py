@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
@@ -77,7 +78,10 @@ class HybridPrecision(MixedPrecision):
     ) -> None:
         # MixedPrecision's own __init__ is for two of the six precisions; its methods are right for the others too.
         if precision not in get_args(PrecisionName):
-            raise ValueError(f"precision={precision!r} is unknown; use one of {', '.join(get_args(PrecisionName))}")
+            near = difflib.get_close_matches(str(precision), get_args(PrecisionName), n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            names = ", ".join(get_args(PrecisionName))
+            raise ValueError(f"precision={precision!r} is unknown; use one of {names}{meant}")
         if scaler is not None and precision != "16-mixed":
             raise ValueError(
                 f"precision={precision!r} takes no scaler but got {scaler}; leave it out, or set precision='16-mixed'"

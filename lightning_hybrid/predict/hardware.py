@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import difflib
 import math
 import platform
 import re
@@ -152,7 +153,11 @@ def load_hardware(name: str) -> Hardware:
     if not path.is_file():
         if name.endswith(".toml"):
             raise ValueError(f"there is no file {name!r}; presets are {', '.join(preset_names())}")
-        raise ValueError(f"no hardware {name!r}: give one of {', '.join(preset_names())}, or the path of a TOML file")
+        near = [each for each in preset_names() if name and each.startswith(name.lower())]
+        near = near or difflib.get_close_matches(name.lower(), preset_names())
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        names = ", ".join(preset_names())
+        raise ValueError(f"no hardware {name!r}: give one of {names}, or the path of a TOML file{meant}")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

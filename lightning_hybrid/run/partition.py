@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.batch.split import batch_size_of
-from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
+from lightning_hybrid.collectives.agreement import agree_on_operations
+from lightning_hybrid.errors import BatchError, LayoutError, LossError, UnfitError
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.params.shards import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.metrics import MetricSync
@@ -59,6 +60,8 @@ class ModulePartition:
         if setting.is_fitting and self.run.is_pipelined and (reason := refusal or setting.world.first_reason(error)):
             self._fall_back(["pp"], reason, error)
             recorded = self._record_step(arguments) if self._needs_recording else ()
+        if setting.is_fitting and recorded:
+            self._agree_on_operations()
         runner = self.run.runner
         is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
         if is_tried and isinstance(runner, StepRunner) and recorded:
@@ -80,7 +83,8 @@ class ModulePartition:
                 if unrecorded is not None:
                     raise unrecorded from unrecorded.__cause__
                 raise
-            self.may_retry &= arguments is None  # what the start hooks set may let layers be recorded
+            # What the start hooks set may let layers be recorded; sizes of layers stay.
+            self.may_retry &= arguments is None and unrecorded is not None
             reason = setting.world.first_reason(unrecorded) or str(error)  # without a recording no layer is sharded
             self._fall_back(["pp", "cp", "tp"], reason, unrecorded or error)
             self._plan_layers(recorded=True)
@@ -108,9 +112,18 @@ class ModulePartition:
             return self._record_step(arguments), None, refusal
         except Exception as error:
             is_wrong = isinstance(error, UnfitError) and (setting.options.pipeline_cuts or self._has_all(error.reads))
-            if isinstance(error, BatchError) or is_wrong or not can_fall_back:
+            if isinstance(error, BatchError | LossError) or is_wrong or not can_fall_back:
                 raise
             return (), error, refusal
+
+    def _agree_on_operations(self) -> None:
+        """Check that ranks of a replica have recorded the same: they would wait for each other in the first step."""
+        assert self.run.plan is not None
+        if (first := self.run.plan.first) is not None:
+            for axis in ("pp", "tp"):
+                if self.run.mesh.size(axis) > 1:
+                    graph, group = first.recording.graph, self.run.mesh.group(axis)
+                    agree_on_operations(graph.step, first.operations, group, axis)
 
     def _has_all(self, reads: Collection[str]) -> bool:
         """Whether these are all parameters that the module trains: then no other step of it has more units."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, UnitPlan
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, UnitPlan, nearest_divisors
 from lightning_hybrid.tensor.search.sequence import NO_SEQUENCE, NOTHING_SHARDED
 
 
@@ -64,15 +64,11 @@ def check_is_sharded(plans: Mapping[str, UnitPlan], size: int) -> None:
                 others.setdefault(reason, []).append(f"{fqn}.{name}")
     listed = [f"{count} {what} of {_first_and(n)} are {NOT_A_MULTIPLE} {size}" for (count, what), n in uneven.items()]
     listed += [f"{_first_and(names)}: {reason}" for reason, names in others.items()]
-    advice = ""
-    if uneven:
-        common = math.gcd(*(count for count, _ in uneven))
-        sizes = [str(divisor) for divisor in range(2, common + 1) if common % divisor == 0][:8]
-        which = f" (such as {' or '.join(sizes)})" if sizes else ""
-        advice = f"a size that divides the numbers of heads and the widths of the layers{which}, or "
+    sizes = nearest_divisors(math.gcd(*(count for count, _ in uneven)), size) if uneven else ""
+    advice = f"{sizes}, which divides the numbers of heads and the widths of the layers, or to 1" if sizes else "1"
     raise LayoutError(
-        f"tensor_parallel_size={size} shards no layer of the module, so {size} ranks would compute the same"
-        f" ({'; '.join(listed) or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1",
+        f"tensor_parallel_size={size} shards no layer of the module, so {size} ranks would compute the same; set it to"
+        f" {advice} ({'; '.join(listed) or 'it has no layers that multiply by a weight'})",
         entry="no-tensor-shards",
     )
 

@@ -191,8 +191,14 @@ class UnitPlan:
         warned = [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
         divisor = math.gcd(*(count for count, _ in self.uneven.values()))
         if warned != lines and divisor > 1 and self.context == 1:
-            warned.append(f"to split them too, set tensor_parallel_size to a divisor of {divisor}, or to 1")
+            warned.append(f"to split them too, set tensor_parallel_size={nearest_divisors(divisor, self.size)}")
         return warned
+
+
+def nearest_divisors(number: int, size: int) -> str:
+    """The two divisors of a number, above 1, that are nearest to a size, such as "2 or 4"; "" if there is none."""
+    divisors = [each for each in range(2, number + 1) if number % each == 0]
+    return " or ".join(map(str, sorted(sorted(divisors, key=lambda each: abs(each - size))[:2])))
 
 
 def local_positions(plan: UnitPlan) -> PositionsPlan:

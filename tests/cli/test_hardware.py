@@ -37,6 +37,7 @@ def test_json_has_the_keys_of_the_file(capsys):
     ("arguments", "text"),
     [
         (["show", "a100-81"], "no hardware 'a100-81': give one of a100-40"),
+        (["show", "A100"], "or the path of a TOML file; did you mean a100-40 or a100-80?"),
         (["show", "/no/such/file.toml"], "there is no file '/no/such/file.toml'; presets are a100-40"),
         (["measure", "--output", "/no/such/folder/mine.toml"], "there is no folder /no/such/folder"),
         (["measure", "--like", "nothing"], "no hardware 'nothing'"),

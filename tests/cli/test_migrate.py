@@ -78,16 +78,31 @@ def test_deepspeed(capsys, tmp_path):
         "zero_allow_untested_optimizer",
     ]
     assert reasons["stage3_gather_16bit_weights_on_model_save"].startswith("default: a checkpoint is one full file")
-    assert f"strategy = Hybrid3DStrategy(zero_stage=3, offload={offload}, " in text and "\nby hand:\n- batch" in text
+    assert f"strategy = Hybrid3DStrategy(\n    zero_stage=3,\n    offload={offload},\n" in text
+    assert "\nby hand:\n- batch" in text and max(map(len, text.splitlines())) <= 100, text
 
 
 @pytest.mark.filterwarnings("ignore:.*not supported with .fp16.|.*16-mixed.:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")  # where the printed lines run
 def test_loss_scale_and_total_batch(capsys, tmp_path):
-    config = {"fp16": {"enabled": True, "initial_scale_power": 12}, "train_batch_size": 64}
-    found, _ = migrated(capsys, tmp_path / "ds_config.json", config)
-    scale, batch = found["by_hand"]
-    assert scale.startswith("loss scale 4096: ") and "GradScaler(init_scale=4096)" in scale
+    scaling = {"initial_scale_power": "12", "loss_scale_window": 500, "hysteresis": 2}
+    config = {"fp16": {"enabled": "true", **scaling}, "zero_optimization": {"stage": "3"}, "train_batch_size": 64}
+    found, text = migrated(capsys, tmp_path / "ds_config.json", config)
+    assert found["strategy"] == {"zero_stage": 3}
+    assert found["scaler"] == {"init_scale": 4096, "growth_interval": 500}
+    scaler = "scaler=torch.amp.GradScaler(init_scale=4096.0, growth_interval=500)"
+    assert f"precision_plugin=HybridPrecision('16-mixed', {scaler})" in text and "import torch\n" in text
+    assert "trainer = L.Trainer(strategy=strategy)" in text  # the plugin has the precision
+    exec(text.partition("\n\nby hand:")[0].partition("trainer = ")[0], {})
+    [batch] = found["by_hand"]
     assert batch.startswith("train_batch_size 64 = batch size of the DataLoader x accumulate_grad_batches x replicas")
+
+
+@pytest.mark.filterwarnings("ignore:.*not supported with .fp16.|.*16-mixed.:UserWarning")
+def test_constant_loss_scale_does_not_grow(capsys, tmp_path):
+    config = {"fp16": {"enabled": True, "loss_scale": 128}}
+    found = migrated(capsys, tmp_path / "ds_config.json", config)[0]
+    assert found["scaler"] == {"init_scale": 128, "growth_interval": 10**9} and "halves" in found["by_hand"][0]
 
 
 @pytest.mark.parametrize(

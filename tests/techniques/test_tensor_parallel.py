@@ -101,8 +101,8 @@ def test_dropout_differs_in_regions_and_repeats_in_each_run(worlds):
 
 def test_indivisible_size_is_refused_if_strict(worlds):
     message = (
-        r"tensor_parallel_size=5 shards no layer .*\(2 heads of model.transformer.h.0.attn.c_attn and 3 more are"
-        r" not a multiple of 5; .* set a size .*\(such as 2\), or tensor_parallel_size=1"
+        r"tensor_parallel_size=5 shards no layer .*; set it to 2, which divides the numbers of heads .*, or to 1"
+        r" .*2 heads of model.transformer.h.0.attn.c_attn and 3 more are not a multiple of 5; "
     )
     for text in worlds.run(5, refusal, fit, Run("GPT2", tp=5, strategy={"strict_layout": True})):
         assert re.search(message, text), text

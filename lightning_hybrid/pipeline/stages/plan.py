@@ -50,17 +50,23 @@ class TraceVariant:
     replays: Mapping[int, StageReplay]
 
     @cached_property
-    def digest(self) -> int:
-        """A checksum of the nodes that lead to messages and to the loss; ranks compare it to check their traces."""
+    def operations(self) -> list[Node]:
+        """The nodes that lead to messages and to the loss, in the order of execution."""
         graph = self.assignment.graph
         needed = {value for sent in self.assignment.portals.values() for value in sent} | {graph.loss}
-        names = []
+        found = []
         for node in reversed(graph.nodes):
             if not needed.isdisjoint(node.outputs):
                 needed.update(node.inputs, node.reads)
-                names.append(node.name)
-        sent = [(pair, [graph.values[v].shape for v in values]) for pair, values in self.assignment.portals.items()]
-        return zlib.crc32(repr((names, sent)).encode())
+                found.append(node)
+        return found[::-1]
+
+    @cached_property
+    def digest(self) -> int:
+        """A checksum of these nodes; ranks compare it to check their traces."""
+        values, portals = self.assignment.graph.values, self.assignment.portals.items()
+        sent = [(pair, [values[v].shape for v in indices]) for pair, indices in portals]
+        return zlib.crc32(repr(([node.name for node in self.operations], sent)).encode())
 
     @property
     def loss(self) -> int:

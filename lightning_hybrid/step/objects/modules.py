@@ -61,6 +61,7 @@ def tied_parameters(root: nn.Module) -> set[int]:
 
 
 _MAX_NAME = 48  # characters of an FQN in a table
+_MAX_SPAN = 60  # of two
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -86,17 +87,23 @@ def find_layers(units: Mapping[str, nn.Module], closed: Collection[nn.Module] = 
     return found
 
 
-def shortened(fqn: str) -> str:
+def shortened(fqn: str, most: int = _MAX_NAME) -> str:
     """The FQN for a table: a long one without the names in its middle, such as LoRA has."""
-    if len(fqn) <= _MAX_NAME:
+    if len(fqn) <= most:
         return fqn
     names = fqn.split(".")
     head, tail = names[0], names[-1]
     for name in reversed(names[1:-1]):
-        if len(head) + len(name) + len(tail) + 4 > _MAX_NAME:
+        if len(head) + len(name) + len(tail) + 4 > most:
             break
         tail = f"{name}.{tail}"
     return f"{head}...{tail}"
+
+
+def spanned_modules(fqns: Sequence[str]) -> str:
+    """The FQNs of neighbours for a table: the first, the last and their number; each in short where they are long."""
+    text = spanned([shortened(fqn) for fqn in fqns])
+    return text if len(text) <= _MAX_SPAN else spanned([shortened(fqn, _MAX_SPAN // 3) for fqn in fqns])
 
 
 def lines_of_layers(lines: Mapping[str, Sequence[str]]) -> list[str]:
@@ -106,7 +113,7 @@ def lines_of_layers(lines: Mapping[str, Sequence[str]]) -> list[str]:
         by_text.setdefault(tuple(text), []).append(fqn)
     found = []
     for each, fqns in by_text.items():
-        found.append(spanned([shortened(fqn) for fqn in fqns]))
+        found.append(spanned_modules(fqns))
         found += [f"    {line}" for line in each]
     return found
 

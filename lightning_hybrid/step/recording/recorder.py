@@ -297,7 +297,7 @@ class Recorder(StepMode):
                     self._bytes[fqn] = tensor.numel() * tensor.element_size()
         returned, loss = returned_values(result, self.marks)
         if loss_required and (loss is None or not self.values[loss].requires_grad):
-            raise no_loss_error(name, result)
+            raise no_loss_error(root, name, result)
         if loss_required:
             check_scalar(root, name, result)
         kept = find_escaped_values(root, result, self)

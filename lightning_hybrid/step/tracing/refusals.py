@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.errors import WITHOUT_STAGES, StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, LossError, StepError
 from lightning_hybrid.step.standins.marks import Marks
 from lightning_hybrid.step.tracing.mode import LIGHTNING, user_line
 from lightning_hybrid.step.tracing.recording import find_loss
@@ -30,14 +30,16 @@ def refuse_transforms(name: str) -> None:
         )
 
 
-def no_loss_error(name: str, result: Any) -> StepError:
-    """The error for a step that returned ``result`` instead of a loss."""
+def no_loss_error(root: nn.Module, name: str, result: Any) -> StepError:
+    """The error for a step that returned ``result`` instead of a loss; a ``LossError`` if it is no tensor at all."""
     what = "a tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
     if isinstance(result, Mapping):
         what += f" with keys {list(result)}"
-    return StepError(
-        f"{name} returned {what} and no loss that depends on a trainable parameter; return the loss tensor, or a dict"
-        " with the key 'loss'",
+    is_certain = result is not None and not isinstance(find_loss(result), Tensor)
+    kind = LossError if is_certain else StepError
+    return kind(
+        f"{name} returned {what} ({_line_of_return(type(root), name)}) and no loss that depends on a trainable"
+        " parameter; return the loss tensor, or a dict with the key 'loss'",
         entry="no-loss",
     )
 
@@ -46,12 +48,12 @@ def check_scalar(root: nn.Module, name: str, result: Any) -> None:
     """Refuse a step whose result is, or has, a loss of several numbers, unless a ``backward`` of the user joins them.
 
     Raises:
-        StepError: It has no gradient by itself.
+        LossError: It has no gradient by itself.
     """
     loss = find_loss(result)
     if not isinstance(loss, Tensor) or loss.numel() == 1 or _has_own_backward(root):
         return
-    raise StepError(
+    raise LossError(
         f"{name} returned a loss of shape {list(loss.shape)} ({_line_of_return(type(root), name)}); return one number,"
         " such as loss.mean()",
         entry="loss-shape",

@@ -6,7 +6,8 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_hybrid.batch.split import check_number
 from lightning_hybrid.checkpoint.archive import check_archive
 from lightning_hybrid.checkpoint.folder import check_complete, is_folder
 from lightning_hybrid.errors import UnfitError
+from lightning_hybrid.graph.partition import wrong_number_of_cuts
 from lightning_hybrid.strategies.options.options import Options
 
 _PACKAGE = __name__.partition(".strategies.")[0]
@@ -33,7 +35,8 @@ def check_call(options: Options, function: Callable[..., Any], *args: Any, train
     Raises:
         FileNotFoundError: There is no such checkpoint; names those that are there.
         CheckpointError: It is not whole.
-        UnfitError: ``pipeline_cuts`` names no module, or the training step has fewer layers than there are stages.
+        UnfitError: ``pipeline_cuts`` names no module, or is of another number or order, or the training step has fewer
+            layers than there are stages.
         BatchError: The loader's batches have fewer samples than ``num_microbatches``.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
@@ -75,7 +78,11 @@ def _check_cuts(options: Options, module: LightningModule) -> None:
         return
     layers = [name for name, each in module.named_modules() if name and next(each.parameters(), None) is not None]
     known = {name for name, _ in (*module.named_modules(), *module.named_parameters())}
-    for cut in options.pipeline_cuts or ():
+    cuts, num_stages = options.pipeline_cuts or (), _num_stages(options)
+    is_chosen = options.asks_for_plan or options.sizes["pipeline_parallel_size"] == 1  # as in a trial on one device
+    if cuts and len(cuts) != num_stages - 1 and not is_chosen:
+        raise wrong_number_of_cuts(cuts, num_stages)
+    for cut in cuts:
         if cut not in known:
             near = difflib.get_close_matches(cut, layers, n=3, cutoff=0.0)
             raise UnfitError(
@@ -94,9 +101,23 @@ def _check_batch(options: Options, module: LightningModule, given: Mapping[str, 
 
 
 def _check_stages(options: Options, module: LightningModule, given: Mapping[str, Any]) -> None:
-    """Plan stages in this process where modules with parameters are fewer, which may still be units enough."""
-    num_stages = int(options.mesh_sizes["pipeline_parallel_size"]) * options.stages_of_each_rank
+    """Plan stages in this process where there may be too few layers, or where cuts may be out of order."""
+    if is_overridden("configure_model", module):
+        return
     holders = [each for each in module.modules() if next(each.parameters(recurse=False), None) is not None]
-    if len(holders) < num_stages and not options.pipeline_cuts and not is_overridden("configure_model", module):
+    if _may_be_out_of_order(options.pipeline_cuts or (), module) or len(holders) < _num_stages(options):
         # It derives a strategy from the user's, and is above this folder.
         importlib.import_module(f"{_PACKAGE}.planning.stages").check_stages(options, module, given)
+
+
+def _num_stages(options: Options) -> int:
+    if not isinstance(options.stage_widths, str | None):
+        return len(options.stage_widths)
+    return int(options.mesh_sizes["pipeline_parallel_size"]) * options.stages_of_each_rank
+
+
+def _may_be_out_of_order(cuts: Sequence[str], module: LightningModule) -> bool:
+    """Whether the module has another order than cuts: modules are mostly used in the order in which they are made."""
+    names = [name for name, _ in module.named_parameters()]
+    starts = [next((i for i, n in enumerate(names) if f"{n}.".startswith(f"{cut}.")), 0) for cut in cuts]
+    return any(start <= before for before, start in pairwise([0, *starts]))

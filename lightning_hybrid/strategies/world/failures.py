@@ -22,16 +22,15 @@ from lightning_hybrid.strategies.world.callbacks import RunCallback
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.stop import GracefulStop, SlurmRequeue
 from lightning_hybrid.strategies.world.traces import shorten
+from lightning_hybrid.text import WIDTH, wrapped
 
 # Time for the others to fail by themselves, as they do where all ranks make the same mistake.
 _SECONDS_FOR_PEERS = 1.0
 # Time that the rank which may host the store stays, for the others to read why it failed.
 _SECONDS_FOR_READERS = 2.0
-_NAN = "returned nan values"
 # Time for the rank that failed first to print its error, before others refer to it.
 _SECONDS_FOR_FIRST = 1.0
 _SHOWN_CHARS = 500
-_REPEATED_CHARS = 80  # of an error, in the lines of other ranks
 # Why the connections of a world were closed; one that is made anew is another.
 _closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 # No transfer has this tag.
@@ -100,18 +99,14 @@ class RankFailures(RunCallback):
         if self._reported:
             return
         self._reported = True
-        if _NAN in str(error):  # of torch's anomaly detection
-            replica, batch = self._mesh.layout.data_rank(self._mesh.rank), self._trainer.fit_loop.epoch_loop.batch_idx
-            add_error_note(error, f"in batch {batch} of replica {replica}, on rank {self._mesh.rank}")
         here = self._where(error)
         lost = is_lost_connection(error)
         cause = f"another rank has died silently, as {here} found" if lost else f"{here} failed: {_brief(error)}"
         first = self._publish(cause)
         if lost:
             reason = "another rank of the job has died silently (killed, or out of memory)" if first == cause else first
-            text = f"{here} had to stop: {reason}"
-            add_error_note(error, text)
-            shorten(error, f"{here} had to stop: {_without_long_message(reason)}")
+            add_error_note(error, f"{here} had to stop: {reason}")
+            shorten(error, _printed(here, reason))
             self._close(reason)
             return
         is_same = first != cause and _is_reported_by(first, error)
@@ -237,9 +232,11 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _without_long_message(cause: str) -> str:
-    """A cause without the message of its error, where that is long; the rank that failed prints it."""
+def _printed(here: str, cause: str) -> str:
+    """The line of a rank that stops because of a cause: within 100 characters, or without the message of the error."""
     where, failed, error = cause.partition(" failed: ")
-    if not failed or len(error) <= _REPEATED_CHARS:
-        return cause
-    return f"{where} failed: {error.partition(':')[0]} (see there)"
+    if not failed:
+        return wrapped(f"{here} had to stop: {cause}")
+    rank, first = (" ".join(place.split()[:2]) for place in (here, where))  # "rank 0", and not its place
+    line = f"{rank} stopped: {first} failed: {error}"
+    return line if len(line) <= WIDTH else f"{rank} stopped: {first} failed: {error.partition(':')[0]} (see there)"

@@ -22,13 +22,13 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
 from lightning_hybrid.pipeline.metrics import count_replicas_once, gather_over_replicas
 from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.strategies.world.anomalies import Anomalies
 from lightning_hybrid.strategies.world.callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.evaluation import evaluate_each_sample_once
 from lightning_hybrid.strategies.world.failures import NoFailures, RankFailures
 from lightning_hybrid.strategies.world.first_step import FirstStep
 from lightning_hybrid.strategies.world.lengths import EqualLengths
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
-from lightning_hybrid.strategies.world.traces import shorten_anomalies
 from lightning_hybrid.strategies.world.user_world import ReplicaWorld, published
 
 
@@ -84,7 +84,9 @@ class RankWorld:
     def watch_failures(self, trainer: pl.Trainer) -> None:
         """Watch for ranks that fail, from now on."""
         if trainer._detect_anomaly:
-            self.until_end.callback(shorten_anomalies())
+            anomalies = Anomalies(self.mesh)
+            self.until_end.callback(anomalies.keep_frames())
+            self.until_end.callback(anomalies.enter(trainer))
         if self.layout.world_size > 1:
             self._failures = failures = RankFailures(trainer, self.mesh, self.timeout)
             self.until_end.callback(failures.stop_watching)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import re
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,11 +18,7 @@ from typing import Any
 import lightning
 import torch
 
-from lightning_hybrid.patching import around
-
 _OWN = str(Path(__file__).resolve().parents[2])
-_ANOMALY = "Error detected in "
-_FRAME = re.compile(r'  File "([^"]+)", line \d+, in .*\n(?:    .*\n)?')
 # By which this package runs operations of the user, and the backward of them.
 _OPERATIONS = "func(", "run_backward("
 _LINE = "_hybrid3d_line"  # in an error: what is printed of it, "" for frames, and after how many seconds
@@ -57,21 +51,6 @@ def shortening() -> Iterator[None]:
         raise
 
 
-def shorten_anomalies() -> Callable[[], None]:
-    """Let warnings of torch's anomaly detection have frames of the user's code alone; return the undo."""
-
-    def show(original: Callable[..., None], message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        if str(message).startswith(_ANOMALY):
-            message = category(_FRAME.sub(_frame_of_user, str(message)))
-        original(message, category, *args, **kwargs)
-
-    return around(warnings, "showwarning", show, reason="frames of the user's code alone")
-
-
-def _frame_of_user(frame: re.Match[str]) -> str:
-    return "" if frame[1].startswith(_LIBRARIES) else frame[0]
-
-
 class Shortening:
     """Prints errors as the hook ``before`` does, but briefly if `shorten` was called with them; keeps none alive."""
 
@@ -90,12 +69,17 @@ class Shortening:
             self.before(kind, error, frames if line is None else trim(error).__traceback__)
 
 
+def is_of_library(file: str) -> bool:
+    """Whether a file belongs to Lightning, torch or this package."""
+    return file.startswith(_LIBRARIES)
+
+
 def trim(error: BaseException) -> BaseException:
     """Leave only frames of the user's code in an error's traceback, and the last frame if it is another library's."""
     frames = list(_frames(error.__traceback__))
     if frames and not _is_unexpected(frames[-1]):
         kept = [each for each in frames if not _is_of_library(each)]
-        if frames[-1] not in kept and not _file(frames[-1]).startswith(_OWN):
+        if frames[-1] not in kept and not _file(frames[-1]).startswith(_OWN) and not _is_operation(frames[-1]):
             kept.append(frames[-1])
         trace = None
         for each in reversed(kept):
@@ -109,13 +93,17 @@ def trim(error: BaseException) -> BaseException:
 def _is_unexpected(last: TracebackType) -> bool:
     """Whether an error comes from this package, and neither on purpose nor from an operation of the user."""
     line = linecache.getline(_file(last), last.tb_lineno)
-    is_on_purpose = line.lstrip().startswith("raise") or any(call in line for call in _OPERATIONS)
+    is_on_purpose = line.lstrip().startswith("raise") or _is_operation(last)
     return _file(last).startswith(_OWN) and not is_on_purpose
+
+
+def _is_operation(frame: TracebackType) -> bool:
+    return any(call in linecache.getline(_file(frame), frame.tb_lineno) for call in _OPERATIONS)
 
 
 def _is_of_library(frame: TracebackType) -> bool:
     is_program = _file(frame) == "<string>" and frame.tb_frame.f_globals.get("__name__") == "__main__"  # python -c
-    return _file(frame).startswith(_LIBRARIES) and not is_program
+    return is_of_library(_file(frame)) and not is_program
 
 
 def _frames(frames: TracebackType | None) -> Iterator[TracebackType]:

@@ -28,6 +28,7 @@ from lightning_hybrid.params.reads.tensor_ranks import FullParameterReads
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.shared_memory.collectives import hidden_from_modes
+from lightning_hybrid.step.objects.modules import spanned_modules
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
 from lightning_hybrid.step.recording.layers import UnitKinds
 from lightning_hybrid.step.standins.tensors import FULL_SHAPE, is_absent, materialize_call
@@ -38,7 +39,6 @@ from lightning_hybrid.tensor.region import AroundDraw
 from lightning_hybrid.tensor.runtime.compiled import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.proved import ProvedCalls
 from lightning_hybrid.tensor.runtime.unit import ShardedUnit
-from lightning_hybrid.text import spanned
 
 # Attributes of a parameter that are equal for its shard, or belong to the shard.
 _OF_SHARD = frozenset({"grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks", "device", "dtype", "layout"})
@@ -275,8 +275,8 @@ class ShardedModel:
         self._unproved = dict.fromkeys(self._unproved, "")
         for where, fqns in reasons.items():
             self._warn(
-                f"{spanned(fqns)}: some batches run unsharded, with full weights on every tensor rank. They run code"
-                " for which the check of the sharded layer against the full one has failed"
+                f"{spanned_modules(fqns)}: some batches run unsharded, with full weights on every tensor rank. They run"
+                " code for which the check of the sharded layer against the full one has failed"
                 f" ({where}); other batches run sharded"
             )
 

@@ -1,4 +1,4 @@
-"""A loss of several numbers is refused at the first step, with its shape and the line that returns it."""
+"""A loss of several numbers, or none, is refused at the first step as itself, with the line that returns it."""
 
 import pytest
 from lightning.pytorch import Trainer
@@ -14,6 +14,11 @@ LAYOUTS = {"stages": (2, 2, {}), "replicas": (2, 1, {}), "shares": (2, 1, {"num_
 class ManyLosses(Tiny):
     def training_step(self, batch, batch_idx):
         return (self(batch["x"]) - batch["y"]).square().mean(1)
+
+
+class NoLoss(Tiny):
+    def training_step(self, batch, batch_idx):
+        return {"los": self.loss(batch)}
 
 
 class OwnBackward(ManyLosses):
@@ -36,10 +41,32 @@ def run_step(kind, size, pp, options):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_of_several_numbers_is_refused(worlds, layout):
     size, pp, options = LAYOUTS[layout]
-    number = 2 if layout == "shares" else 4
+    number = 4 if layout == "replicas" else 2
     line = ManyLosses.training_step.__code__.co_firstlineno + 1
     for text in worlds.run(size, run_step, ManyLosses, size, pp, options):
         assert f"training_step returned a loss of shape [{number}] ({__file__}:{line}); return one number" in text
+
+
+@pytest.mark.parametrize("layout", ["stages", "shares"])  # Lightning refuses it under replicas
+def test_dict_without_a_loss_is_refused(worlds, layout):
+    size, pp, options = LAYOUTS[layout]
+    line = NoLoss.training_step.__code__.co_firstlineno + 1
+    for text in worlds.run(size, run_step, NoLoss, size, pp, options):
+        assert f"returned a dict with keys ['los'] ({__file__}:{line}) and no loss that" in text, text
+
+
+@pytest.mark.parametrize("kind", [ManyLosses, NoLoss])
+@pytest.mark.filterwarnings("error:sharded instead of")
+def test_refusal_takes_the_place_of_a_fallback(worlds, kind):
+    for options in {}, {"strict_layout": True}:
+        assert set(worlds.run(2, error_of_step, kind, options)) == {"LossError"}
+
+
+def error_of_step(kind, options):
+    try:
+        trainer_of(2, 2, strategy_options=options).fit(kind(), loader(4))
+    except Exception as error:
+        return type(error).__name__
 
 
 def test_loss_of_several_numbers_is_refused_in_one_process():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hybrid.step.objects.modules import shortened
+from lightning_hybrid.step.objects.modules import shortened, spanned_modules
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,10 @@ from lightning_hybrid.step.objects.modules import shortened
 )
 def test_long_names_are_shortened_in_the_middle(fqn, shown):
     assert shortened(fqn) == shown
+
+
+def test_spans_of_long_names_fit_a_table():
+    prefix = "model.base_model.model.model"
+    assert spanned_modules(["layers.0", "layers.1"]) == "layers.0 .. layers.1 (2)"
+    text = spanned_modules([f"{prefix}.{name}" for name in ("embed_tokens", "layers.0", "layers.1")])
+    assert text == "model...embed_tokens .. model...layers.1 (3)"

@@ -2,18 +2,14 @@
 
 import inspect
 import re
-import sys
 
 import pytest
-import yaml
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS
 from lightning_hybrid.strategies.options.foreign import ADVICE
-from models.tiny import Tiny
 
 NAMES = {name for advice in ADVICE.values() for name in advice}
 
@@ -93,16 +89,6 @@ def test_schedules_as_in_papers(written, meant):
     assert strategy.options.schedule == meant
     with pytest.raises(ValueError, match="schedule='2F2B' is unknown; use one of gpipe, 1f1b"):
         Hybrid3DStrategy(schedule="2F2B")
-
-
-@pytest.mark.filterwarnings("ignore")  # LightningCLI calls deprecated functions of jsonargparse
-def test_yaml_of_lightning_cli(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    strategy = {"class_path": "lightning_hybrid.Hybrid3DStrategy", "init_args": {"fsdp_sharding_strategy": "NO_SHARD"}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "strategy": strategy}}))
-    arguments = ["--config", str(tmp_path / "config.yaml"), "--seed_everything", "false"]
-    with pytest.raises(ValueError, match=r"fsdp_sharding_strategy='NO_SHARD' is a keyword of accelerate: set zero_st"):
-        LightningCLI(Tiny, args=arguments, run=False, save_config_callback=None)
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,27 @@ def test_unknown_name_is_answered_with_the_known_ones():
 
 def test_public_names():
     assert lightning_hybrid.Hybrid3DStrategy.strategy_name == "hybrid3d"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"strategy": "hybird3d"}, "did you mean 'hybrid3d'?"),
+        ({"strategy": "hybrid3d_zero4"}, "did you mean 'hybrid3d_zero3'?"),
+        ({"strategy": "hybrid3d", "precision": "bf16-mix"}, "did you mean 'bf16-mixed'?"),
+        ({"strategy": lightning_hybrid.Hybrid3DStrategy(), "precision": "fp16"}, "set precision to one of 32-true,"),
+    ],
+    ids=["letters swapped", "another number", "precision", "precision of another library"],
+)
+def test_errors_of_lightning_name_the_nearest(arguments, words):
+    with pytest.raises(ValueError, match=r"hybrid|Precision") as caught:
+        Trainer(accelerator="cpu", devices=2, logger=False, **arguments)
+    [note] = caught.value.__notes__
+    assert words in " ".join(note.split()) and max(map(len, note.splitlines())) <= 100, note
+
+
+def test_names_of_others_are_left_to_lightning():
+    for arguments in {"strategy": "dpp"}, {"precision": "bf16-mix"}:
+        with pytest.raises(ValueError, match=r"dpp|bf16-mix") as caught:
+            Trainer(accelerator="cpu", devices=2, logger=False, **arguments)
+        assert not getattr(caught.value, "__notes__", [])
