@@ -27,6 +27,7 @@ from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.counts import bytes_saved_behind
 from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.step.tracing.refusals import check_scalar
 from lightning_hybrid.strategies.logs.reduction import (
     Shared,
@@ -333,7 +334,8 @@ class StepExecution(OwnedByRun):
     def _log(self, call: Call, result: StepResult) -> None:
         """Log once what the microbatches of a step have logged."""
         module, mesh = self.setting.module, self.setting.world.mesh
-        shared = Shared(result.digest, ("cp", "tp") if self.run.is_pipelined else ("pp", "cp", "tp"))
+        axes = ("cp", "tp") if self.run.is_pipelined else ("pp", "cp", "tp")
+        shared = Shared(result.digest, axes, find_loss(result.output) if call.is_manual else result.loss)
         if call.trains:
             log_for_all(module, result.logs, mesh, shared, skipped=not call.is_manual and result.loss is None)
         else:
@@ -378,7 +380,7 @@ class StepExecution(OwnedByRun):
             log_for_replica(module, logged, mesh, Shared())
             return output
         skipped = module.automatic_optimization and output is None
-        finish = begin_logs(module, logged, mesh, Shared(), skipped=skipped)
+        finish = begin_logs(module, logged, mesh, Shared(loss=find_loss(output)), skipped=skipped)
         if module.automatic_optimization and not skipped and not setting.trainer.fit_loop._skip_backward:
             self._finish_logs = finish  # after the backward, which hides the reduction
         else:
