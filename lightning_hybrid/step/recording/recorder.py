@@ -129,7 +129,7 @@ class Recorder(StepMode):
             return check_backward_call(user_line(), is_replayed=self.guesses is None)
         through = self._differentiated_nodes(args, kwargs) if name == "grad" else ()
         versions = [tensor._version for tensor in tensors]
-        flops, step_flops, moved = self._costs.flops, self._costs.step_flops, self._costs.moved_bytes
+        before = self._costs.totals()
         with self.captured.watching(unit, tensors, owned):
             if unit is not None and self._deduplicator is not None:
                 arguments = unit, self.units[unit], leaves[:num_arguments], spec
@@ -146,15 +146,18 @@ class Recorder(StepMode):
         described, out_spec = self._describe_result(out, leaves, dynamic)
         paths = tuple(location for location, _ in attributes)
         self._templates.append(Template(described, out_spec, written, paths, signature))
+        counted = self._costs.totals().since(before)
+        is_checkpointed = bool(self.checkpoint_depth and unit is not None and not paths)  # all of it runs again
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
         node = Node(
             *(len(self._nodes), name, inputs, parameters, tuple(dict.fromkeys(outputs)), written_names, aliases),
             reads=self._sizes.reads_of(leaves, marks, values_behind_numbers(leaves, self.numbers_read)),
             together=through,
-            flops=self._costs.flops - flops,
-            step_flops=self._costs.step_flops - step_flops,
-            moved_bytes=self._costs.moved_bytes - moved,
-            **self._saved(leaves, out, is_checkpointed=bool(self.checkpoint_depth and unit is not None and not paths)),
+            flops=counted.flops,
+            step_flops=counted.step_flops,
+            repeated_flops=counted.repeated_flops + counted.flops * is_checkpointed,
+            moved_bytes=counted.moved_bytes,
+            **self._saved(leaves, out, is_checkpointed=is_checkpointed),
             line=user_line(),
             selects_rows=selects_rows(name, args),
             sized_by=sized_by,
