@@ -316,8 +316,6 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_efficient_attention,
     _ATEN._scaled_dot_product_cudnn_attention,
 }
-
-
 # Kernels of recurrent layers, for which torch has no formula: all positions of a layer, or of several.
 _RECURRENT = {_ATEN.mkldnn_rnn_layer, _ATEN._cudnn_rnn}
 
