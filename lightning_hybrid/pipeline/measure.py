@@ -166,8 +166,8 @@ class Comparison:
     def measure(self, batch: Any, count: int, splitter: BatchSplitter | None) -> LossWeighting:
         """Measure how ``count`` parts of a batch weigh in its loss; by samples also where it cannot be measured.
 
-        Modules are in eval mode meanwhile, without dropout and with normalization by sample. The user's own module is
-        so only if the step draws random numbers otherwise: it may name its logs by ``self.training``.
+        Each part begins in the state in which the batch did. Dropout is off, and layers that normalize over samples use
+        their running statistics; all modules are in eval mode only if the step draws random numbers otherwise.
         """
         # Copies, since the step may write into its batch.
         partitions = [split(copied_batch(batch), count, splitter)]
@@ -240,7 +240,7 @@ class Comparison:
 
     def _all_results(self, partitions: Sequence[Sequence[Any]], count: int) -> list[_Result] | None:
         """The results of ``_results`` with all numbers that each part leaves."""
-        found = self._results(partitions, count, trains_root=True)
+        found = self._results(partitions, count, trains=True)
         found = self._results(partitions, count) if self._any_rank(found is None) else found
         for one, numbers in zip(found, numbers_of([one.left for one in found]), strict=True) if found else ():
             one.logs.update(numbers.items())
@@ -258,7 +258,7 @@ class Comparison:
         return ""
 
     def _results(
-        self, partitions: Sequence[Sequence[Any]], count: int, *, with_graph: bool = False, trains_root: bool = False
+        self, partitions: Sequence[Sequence[Any]], count: int, *, with_graph: bool = False, trains: bool = False
     ) -> list[_Result] | None:
         """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
 
@@ -267,11 +267,12 @@ class Comparison:
         with one.
         """
         found, is_comparable = list[_Result](), True
-        with undone_runs(self.root, self.randomness, trains=False, trains_root=trains_root) as before:
+        with undone_runs(self.root, self.randomness, trains=trains) as before:
             try:
                 for parts in partitions:
                     of_parts = []
                     for part in parts:
+                        before.undo()
                         self.left.begin()
                         loss, dtype, logs, output = self._run(part, with_graph=with_graph)
                         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -287,7 +288,7 @@ class Comparison:
                 is_short = found and (len(found) <= count or not before.are_unchanged())
                 is_comparable &= not (is_out_of_memory(error) or is_short)
         if not with_graph and self._any_rank(is_comparable and not found):
-            return self._results(partitions, count, with_graph=True, trains_root=trains_root)
+            return self._results(partitions, count, with_graph=True, trains=trains)
         return found if found and is_comparable else None
 
     def _run(self, part: Any, *, with_graph: bool) -> tuple[Any, torch.dtype, LogCapture, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -22,9 +22,9 @@ class UndoneRuns:
     """Runs of a step whose effects are undone; see ``undone_runs``."""
 
     def __init__(
-        self, root: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter], trained: Collection[nn.Module]
+        self, root: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter], *, trains: bool
     ) -> None:
-        switched = (m for m in root.modules() if isinstance(m, _NormBase) or m not in trained)
+        switched = (m for m in root.modules() if isinstance(m, _NormBase) or not trains)
         self._switched = [module for module in switched if module.training]
         self._start, self._generators = StepSnapshot(root, copied=math.inf), GeneratorStates(device)
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
@@ -62,18 +62,16 @@ def undone_runs(
     parameters: Sequence[nn.Parameter] = (),
     *,
     trains: bool = True,
-    trains_root: bool = True,
 ) -> Iterator[UndoneRuns]:
     """Run steps inside without prints; their effects, also on gradients of ``parameters``, are undone.
 
-    Dropout is off, and layers that normalize over samples use their running statistics; all modules are in eval mode
-    unless the step ``trains``, but the user's own one if only this ``trains_root``.
+    Dropout is off, and layers that normalize over samples use their running statistics; unless the step ``trains``, all
+    modules are in eval mode.
     """
     quiet = contextlib.redirect_stdout(io.StringIO())
-    dropout = WithoutDropoutMode() if trains or trains_root else contextlib.nullcontext()
-    trained = frozenset(root.modules()) if trains else frozenset({root} if trains_root else ())
+    dropout = WithoutDropoutMode() if trains else contextlib.nullcontext()
     with randomness.isolated(), dropout, quiet, without_registrations(root):
-        runs = UndoneRuns(root, randomness.device, parameters, trained)
+        runs = UndoneRuns(root, randomness.device, parameters, trains=trains)
         try:
             yield runs
         finally:

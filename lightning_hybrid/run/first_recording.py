@@ -142,7 +142,8 @@ def warn_of_mixed_samples(setting: Setting, runner: StepRunner, call: Call) -> N
     module, batch, strategy = setting.module, call.batch, setting.trainer.strategy
     count = runner.count("training_step", batch)
     is_empty = any(tensor.is_meta or is_absent(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    is_tried = count > 1 and not (is_empty or runner.plan.first.written)
+    writes_parameters = not runner.plan.first.written.isdisjoint(dict(module.named_parameters()))
+    is_tried = count > 1 and not (is_empty or writes_parameters)
     if not strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
         return
     some = dataclasses.replace(call, batch=split(batch, max(1, count // 2))[0][0])

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hybrid.batch.split import (
@@ -81,7 +83,7 @@ class Pieces:
     def of(self, name: str, batches: Sequence[Any], number: int) -> list[Piece]:
         """The microbatches of the replicas' batches in the step ``name`` after training batch ``number``."""
         data_split, pieces, is_training = self._data_split, list[Piece](), name == "training_step"
-        sizes = () if is_training else known_sizes(batches)  # in training replicas weigh the same, as under DDP
+        sizes = () if is_training else logged_sizes(batches)  # in training replicas weigh the same, as under DDP
         weights_of_replicas = [size / sum(sizes) for size in sizes] or [1 / len(batches)] * len(batches)
         for replica, (batch, of_replica) in enumerate(zip(batches, weights_of_replicas, strict=True)):
             count, ranks = self._count(name, batch, number)
@@ -125,6 +127,14 @@ def joined(pieces: Sequence[Piece], batches: Sequence[Any]) -> list[Piece]:
         weight = sum(piece.weight for piece in own)
         full.append(Piece(replica, own[0].number, batch, weight, sizes=sizes, numbers=numbers))
     return full
+
+
+def logged_sizes(batches: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes by which Lightning weighs what steps log: of ambiguous batches the first that it finds."""
+    try:
+        return known_sizes(batches) or tuple(extract_batch_size(batch) for batch in batches)
+    except MisconfigurationException:  # batches without tensors
+        return ()
 
 
 def known_sizes(batches: Sequence[Any]) -> tuple[int, ...]:

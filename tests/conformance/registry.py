@@ -6,6 +6,7 @@ from conformance import (
     forecasting,
     generative,
     hard,
+    operators,
     reinforcement,
     self_supervised,
     single_cell,
@@ -25,5 +26,6 @@ FIELDS = (
     self_supervised,
     few_parameters,
     hard,
+    operators,
 )
 CASES: dict[str, Case] = {case.name: case for field in FIELDS for case in field.CASES}

@@ -367,15 +367,15 @@ class Measured(Hybrid3DStrategy):
     def training_step(self, *args, **kwargs):
         result = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:  # its optimizers have stepped
-            self.measured, self.estimated = self.held()
+            self.measured, self.estimated = self.memory_now()
         return result
 
     def optimizer_step(self, optimizer, *args, **kwargs):
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        self.measured, self.estimated = self.within_step, _ = self.held()
+        self.measured, self.estimated = self.within_step, _ = self.memory_now()
         return result
 
-    def held(self):
+    def memory_now(self):
         stages = memory_of_stages(self.run, self.optimizers, 4)
         ranks = memory_of_ranks(stages, self.run)
         estimated = dataclasses.asdict(ranks[self.mesh.rank_in("pp")] if len(ranks) > 1 else ranks[0])

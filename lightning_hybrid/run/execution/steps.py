@@ -27,7 +27,6 @@ from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.counts import bytes_saved_behind
 from lightning_hybrid.step.standins.tensors import is_absent
-from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.step.tracing.refusals import check_scalar
 from lightning_hybrid.strategies.logs.reduction import (
     Shared,
@@ -335,7 +334,7 @@ class StepExecution(OwnedByRun):
         """Log once what the microbatches of a step have logged."""
         module, mesh = self.setting.module, self.setting.world.mesh
         axes = ("cp", "tp") if self.run.is_pipelined else ("pp", "cp", "tp")
-        shared = Shared(result.digest, axes, find_loss(result.output) if call.is_manual else result.loss)
+        shared = Shared(result.digest, axes, result.output if call.is_manual else result.loss)
         if call.trains:
             log_for_all(module, result.logs, mesh, shared, skipped=not call.is_manual and result.loss is None)
         else:
@@ -346,8 +345,7 @@ class StepExecution(OwnedByRun):
         run = self.run
         if run.partitioned is None:
             return self._plain_step(name, args)
-        call = self.call(name, args, Backwards())
-        result = self._run(call)
+        result = self._run(call := self.call(name, args, Backwards()))
         self._log(call, result)
         save_checkpoints(self.setting.module)
         return result.output
@@ -380,7 +378,7 @@ class StepExecution(OwnedByRun):
             log_for_replica(module, logged, mesh, Shared())
             return output
         skipped = module.automatic_optimization and output is None
-        finish = begin_logs(module, logged, mesh, Shared(loss=find_loss(output)), skipped=skipped)
+        finish = begin_logs(module, logged, mesh, Shared(output=output), skipped=skipped)
         if module.automatic_optimization and not skipped and not setting.trainer.fit_loop._skip_backward:
             self._finish_logs = finish  # after the backward, which hides the reduction
         else:

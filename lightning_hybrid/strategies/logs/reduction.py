@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.recording.kept import RecordedCall
 from lightning_hybrid.step.standins.numbers import is_known
+from lightning_hybrid.step.tracing.recording import find_loss
 
 
 def silence_sync_dist_advice() -> Callable[[], None]:
@@ -40,7 +41,7 @@ class Shared(NamedTuple):
 
     digest: int = 0  # of the batch
     axes: tuple[str, ...] = ("cp", "tp")  # of the mesh, whose ranks have not compared it yet
-    loss: Any = None  # of a training step
+    output: Any = None  # of a training step: its loss, or a dict with one
 
 
 def log_for_all(
@@ -127,7 +128,7 @@ def _start_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh, shared:
     keys = float(zlib.crc32("|".join(entry.name for entry, _ in logged).encode()))
     local = torch.tensor([shared.digest, keys, 0, 0], dtype=torch.float64, device=mesh.device_mesh.device_type)
     accuracy = 0.0
-    if type(loss := shared.loss) is torch.Tensor and loss.is_floating_point() and loss.numel() == 1:
+    if type(loss := find_loss(shared.output)) is torch.Tensor and loss.is_floating_point() and loss.numel() == 1:
         local[2], local[3], accuracy = 1, loss.detach().reshape(()), _ROUNDINGS * torch.finfo(loss.dtype).eps
     gathered = {axis: start_all_gather(local, mesh.group(axis)) for axis in axes}
 

@@ -38,6 +38,41 @@ class Correlates(Straight):
         return ((h.T @ h) / len(x) - torch.eye(h.shape[1])).square().sum() + self.head(h).square().mean()
 
 
+class Center(nn.Module):
+    """Takes a running mean of its inputs from them, which counts these already."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return x - self.mean
+
+
+class OwnCenter(Straight):
+    """The buffer is the module's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x):
+        return self.head(Center.forward(self, self.body(x)))
+
+
+class CenterLayer(Straight):
+    """The buffer is that of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.center = Center()
+
+    def forward(self, x):
+        return self.head(self.center(self.body(x)))
+
+
 class Rows(Straight):
     """A pipeline recognises its mean, and weighs microbatches by it."""
 
@@ -65,6 +100,10 @@ MIXED = {
     "contrasts in stages": (Pairs, PP, False, "So batches are not split"),
     "correlations in stages": (Correlates, PP, False, "So batches are not split"),
     "rows in stages": (Rows, PP, False, ""),
+    "own buffer in stages": (OwnCenter, PP, False, "So batches are not split"),
+    "own buffer in microbatches": (OwnCenter, TP, False, "So batches are not split"),
+    "buffer of a layer in stages": (CenterLayer, PP, False, "So batches are not split"),
+    "buffer of a layer in microbatches": (CenterLayer, TP, False, "So batches are not split"),
 }
 
 
