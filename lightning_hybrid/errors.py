@@ -40,7 +40,7 @@ class HybridError(Exception):
         super().__init__(*args)
         if entry:
             self.docs = f"errors.md#{entry}"
-            self.__notes__ = [f"explained by: lightning-hybrid explain-error {entry} (docs/{self.docs})"]
+            self.__notes__ = [f"explained by: lightning-hybrid explain-error {entry}"]
 
 
 # -- arguments, before the first step ----------------------------------------------------------------------------------

@@ -49,6 +49,33 @@ def spanned(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
+def spanned_within(names: Sequence[str], width: int) -> str:
+    """Return the names of neighbours as `spanned`, in about so many characters.
+
+    The last is written without what it has in common with the first; then the longer one loses its beginning.
+    """
+    if len(spanned(names)) <= width:
+        return spanned(names)
+    if len(names) == 1:
+        return _end_of(names[0], width)
+    first, last = names[0], names[-1]
+    pairs = zip(first.split("."), last.split("."), strict=False)
+    depth = next((depth for depth, (one, other) in enumerate(pairs) if one != other), 0)
+    last = ".".join(last.split(".")[depth:])
+    room = width - len(spanned(["", *names[1:-1], ""]))
+    if len(first) >= len(last):
+        first = _end_of(first, room - len(last))
+    else:
+        last = _end_of(last, room - len(first))
+    return spanned([first, *names[1:-1], last])
+
+
+def _end_of(name: str, width: int) -> str:
+    """The end of a name, in so many characters but not less than six."""
+    width = max(width, 6)
+    return name if len(name) <= width else f"..{name[2 - width :]}"
+
+
 def columns(rows: Sequence[Sequence[str]], *, right: int | None = None, wrapped: int | None = None) -> list[str]:
     """Return rows of cells as lines with aligned columns.
 

@@ -103,6 +103,17 @@ def test_every_error_names_its_entry():
     assert problems == []
 
 
+def test_messages_name_no_page_of_the_repository_and_entries_that_exist():
+    """A wheel has errors.md alone, which explain-error prints."""
+    texts = {
+        path: [t for n in ast.walk(ast.parse(path.read_text())) if (t := template(n))] for path in PACKAGE.rglob("*.py")
+    }
+    pages = [f"{path}: {text}" for path, found in texts.items() for text in found if re.search(r"docs/\w+.*\.md", text)]
+    assert [each for each in pages if "\n" not in each] == []  # docstrings are for those who read the source
+    named = {name for found in texts.values() for text in found for name in re.findall(r"explain-error ([\w-]+)", text)}
+    assert named - {"world-size"} <= {anchor for anchor, _, _ in ROW.findall(PAGE)}
+
+
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "HybridError"])
 def test_every_class_has_an_entry(name):
     assert any(name in classes for _, _, classes in quotes())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hybrid.text import columns, counted, sized, spanned, timed, wrapped
+from lightning_hybrid.text import columns, counted, sized, spanned, spanned_within, timed, wrapped
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,13 @@ def test_lines_are_wrapped_with_an_indent():
     assert first.startswith("    why: word") and second.startswith("        word")
     assert len(first) <= 100 and len(second) <= 100 and f"{first.strip()} {second.strip()}" == long.strip()
     assert wrapped("short") == "short"
+
+
+def test_names_of_neighbours_in_a_narrow_cell():
+    assert spanned_within(["h.0", "h.1"], 20) == "h.0 .. h.1 (2)"
+    layers = [f"model.encoder.layers.{number}" for number in range(8, 12)]
+    assert spanned_within(layers, 34) == "model.encoder.layers.8 .. 11 (4)"
+    assert spanned_within(layers, 22) == "..r.layers.8 .. 11 (4)"
+    assert spanned_within(["embed", *layers], 24) == "embed .. ..layers.11 (5)"
+    for width in range(22, 60):
+        assert all(len(spanned_within(names, width)) <= width for names in (layers, ["embed", *layers], layers[:1]))

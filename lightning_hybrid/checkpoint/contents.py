@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,24 +42,56 @@ def summary(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     return {name: about[name] for name in ("step", "epoch", "layout", "versions", "files")} | {"tensors": tensors}
 
 
-def table(content: Mapping[str, Any]) -> str:
-    """Format what `summary` returns: layout, step and versions, and a line for each tensor."""
+def table(content: Mapping[str, Any], *, lists_all: bool = False) -> str:
+    """Format what `summary` returns: layout, step and versions, and a line for each tensor, or each kind of them.
+
+    Tensors of a kind have names that differ only in numbers, as those of equal layers do.
+    """
     versions = {name: version for name, version in content["versions"].items() if version}
     tensors, files = content["tensors"], content["files"]
-    rows = [
-        (key, str(tensor["shape"]), tensor["dtype"], f"{tensor['bytes']:,}", str(tensor["boxes"]))
-        for key, tensor in tensors.items()
-    ]
     total = sum(tensor["bytes"] for tensor in tensors.values())
     head = [
         f"step {content['step']}, epoch {content['epoch']}",
         f"saved under {describe_layout(content['layout'])}",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"{counted(len(rows), 'tensor')} of {total:,} bytes in {counted(len(files), 'file')} of"
+        f"{counted(len(tensors), 'tensor')} of {total:,} bytes in {counted(len(files), 'file')} of"
         f" {sum(f['bytes'] for f in files.values()):,} bytes",
+        *_numbers_by_part(tensors),
     ]
-    lines = columns([("tensor", "shape", "dtype", "bytes", "pieces"), *rows], right=3)
-    return "\n".join([*head, "", *lines])
+    if lists_all:
+        rows = [
+            (key, str(tensor["shape"]), tensor["dtype"], f"{tensor['bytes']:,}", str(tensor["boxes"]))
+            for key, tensor in tensors.items()
+        ]
+        return "\n".join([*head, "", *columns([("tensor", "shape", "dtype", "bytes", "pieces"), *rows], right=3)])
+    kinds = dict[tuple[str, str], list[Mapping[str, Any]]]()
+    for key, tensor in tensors.items():
+        kinds.setdefault((_kind(key), tensor["dtype"]), []).append(tensor)
+    rows = []
+    for (kind, dtype), found in kinds.items():
+        shapes = dict.fromkeys(str(tensor["shape"]) for tensor in found)
+        shape = next(iter(shapes)) if len(shapes) == 1 else f"{len(shapes)} shapes"
+        rows.append((kind, shape, dtype, str(len(found)), f"{sum(tensor['bytes'] for tensor in found):,}"))
+    lines = columns([("tensors", "shape", "dtype", "count", "bytes"), *rows], right=3)
+    return "\n".join([*head, "", *lines, "", "--all lists every tensor, with the pieces that it is saved in"])
+
+
+def _numbers_by_part(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for the model, the optimizers and others, with how many numbers of each type they have."""
+    parts: dict[str, Counter[str]] = {}
+    for key, tensor in tensors.items():
+        parts.setdefault(key.partition("/")[0], Counter())[tensor["dtype"]] += math.prod(tensor["shape"])
+    return [
+        f"{part}: {', '.join(f'{number:,} numbers of {dtype}' for dtype, number in numbers.items())}"
+        for part, numbers in parts.items()
+    ]
+
+
+def _kind(key: str) -> str:
+    """The key of a tensor with a star for each number, except the number of its optimizer."""
+    path = key.split("/")
+    own = 2 if path[0] == "optimizer" else 1
+    return "/".join([*path[:own], *(re.sub(r"\b\d+\b", "*", part) for part in path[own:])])
 
 
 def describe_layout(axes: Mapping[str, Any]) -> str:

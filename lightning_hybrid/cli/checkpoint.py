@@ -33,7 +33,8 @@ def add_to(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     convert = _add(actions, "convert", "a folder to one ordinary .ckpt, or a .ckpt to a folder", _convert, " one.ckpt")
     convert.add_argument("target", type=Path)
-    _add(actions, "inspect", "layout, step, versions, and every tensor, of a folder or file", _inspect)
+    inspect = _add(actions, "inspect", "layout, step, versions and tensors of a folder or file", _inspect)
+    inspect.add_argument("--all", action="store_true", help="list every tensor, as --json does (kinds with counts)")
     _add(actions, "verify", "read every byte; exit status 1 if something is not as it was written", _verify)
 
 
@@ -101,7 +102,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json(content)
     else:
-        print(table(content))
+        print(table(content, lists_all=parsed.all))
     return OK
 
 

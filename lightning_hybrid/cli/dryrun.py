@@ -15,7 +15,7 @@ from lightning_hybrid.cli.module import (
     add_layout_to,
     data_and_device_errors,
     layout_and_classes,
-    memory_rows,
+    print_memory,
     reads_storage,
     refusals,
 )
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = f"""example:
-  lightning-hybrid dryrun examples/quickstart.py:Classifier --layout dp=64,pp=8 --num-nodes 64 --rank 511 -v
-  lightning-hybrid dryrun examples/gpt_cli.py --layout tp=4,pp=2 --num-nodes 16 --devices 8 --rank 0,120-127 --json
+  lightning-hybrid dryrun train.py:Classifier --layout dp=64,pp=8 --num-nodes 64 --rank 511 -v
+  lightning-hybrid dryrun main.py --layout tp=4,pp=2 --num-nodes 16 --devices 8 --rank 0,120-127 --json
 
 {STATUSES}"""
 _MOST_RANKS = 512
@@ -246,7 +246,7 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
     print()
     ranks = content["rank"]
     named = {(f"rank {each['rank']}", ", ".join(map(str, each["stages"]))): each["bytes"] for each in ranks}
-    print_table(memory_rows(["bytes of a rank, estimated", "stages"], named, content["offloaded"]))
+    print_memory(["bytes of a rank, estimated", "stages"], named, content["offloaded"])
     print_table(_message_rows(ranks))
     _print_tensor_plans(content["tensor_plans"])
     if verbose or len(ranks) <= _FEW:

@@ -13,7 +13,7 @@ from lightning_hybrid.cli.module import (
     add_layout_to,
     data_and_device_errors,
     layout_and_classes,
-    memory_rows,
+    print_memory,
     refusals,
 )
 from lightning_hybrid.cli.progress import Progress
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = f"""example:
-  lightning-hybrid explain examples/quickstart.py:Classifier --layout pp=2,tp=2
-  lightning-hybrid explain examples/gpt_cli.py --config examples/configs/3d.yaml
+  lightning-hybrid explain train.py:Classifier --layout pp=2,tp=2
+  lightning-hybrid explain main.py --config config.yaml
 
 {STATUSES}"""
 
@@ -189,15 +189,12 @@ def _print(content: dict[str, Any]) -> None:
 def _print_memory(content: dict[str, Any]) -> None:
     """Print the estimated memory of each pipeline rank, with ZeRO, offload and recomputation and without them."""
     several = len(content["memory"]) > 1
-    shown = {"": content["memory"]}
+    shown = {"bytes of a rank, estimated": content["memory"]}
     if content["memory_without_techniques"] != content["memory"]:
-        shown[" without ZeRO, offload and recomputation"] = content["memory_without_techniques"]
-    ranks = {
-        (f"{f'pipeline rank {number}' if several else 'each rank'}{label}",): sizes
-        for label, each in shown.items()
-        for number, sizes in enumerate(each)
-    }
-    print_table(memory_rows(["bytes of a rank, estimated"], ranks, content["offloaded"]))
+        shown["without ZeRO, offload and recomputation"] = content["memory_without_techniques"]
+    for title, each in shown.items():
+        ranks = {(f"pipeline rank {number}" if several else "each rank",): sizes for number, sizes in enumerate(each)}
+        print_memory([title], ranks, content["offloaded"] if each is content["memory"] else {})
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, str, str]:

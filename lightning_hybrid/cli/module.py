@@ -24,6 +24,7 @@ from lightning_hybrid.cli.classes import ConfiguredRun, section
 from lightning_hybrid.cli.command import PRECISIONS, UsageError, usage_errors
 from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.text import WIDTH, columns, print_table, sized
 
 if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout
@@ -36,7 +37,17 @@ _DATA = (
     "a step is recorded on one batch of training data: pass --data path.to:DataModule, or --data path.to:function of a"
     " function that makes loaders (--help)"
 )
-_KINDS = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "working", "messages", "total")
+# Kinds of memory of a rank, and the titles of their columns.
+_KINDS = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer_states": "optimizer",
+    "activations": "activations",
+    "gathered": "gathered",
+    "working": "working",
+    "messages": "messages",
+    "total": "total",
+}
 _NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs", "no CUDA-capable device")
 # Functions through which an error comes whose cause is the data.
 _READS_DATA = ("take_example", "prepare_data")
@@ -309,19 +320,21 @@ def refusals(layout: Layout, content: dict[str, Any]) -> Iterator[None]:
         content.update(layout=layout.name, refused=f"{type(error).__name__}: {error}")
 
 
-def memory_rows(
-    head: Sequence[str], ranks: Mapping[Any, Mapping[str, int | None]], places: Mapping[str, str]
-) -> list[tuple[str, ...]]:
-    """Return the table of estimated bytes by kind.
+def print_memory(head: Sequence[str], ranks: Mapping[Any, Mapping[str, int | None]], places: Mapping[str, str]) -> None:
+    """Print a table of estimated bytes by kind; with three digits and a unit where lines of all digits are too long.
 
     Args:
-        head: Above the cells that name a rank.
-        ranks: The bytes of each, by these cells.
+        head: The title of the table, and titles of the further cells that name a rank.
+        ranks: The bytes of each rank, by the cells that name it.
         places: Where a kind is, if not in memory of the compute device.
     """
-    kinds = (*_KINDS, "host_total") if "cpu" in places.values() else _KINDS
-    names = (kind.replace("_", " ") + (f" ({where})" if (where := places.get(kind)) else "") for kind in kinds)
-    rows: list[tuple[str, ...]] = [(*head, *names)]
+    kinds = {**_KINDS, "host_total": "host"} if "cpu" in places.values() else _KINDS
+    away = ", ".join(f"{kinds[kind]} on {place}" for kind, place in places.items())
+    exact: list[tuple[str, ...]] = [("", *head[1:], *kinds.values())]
+    short = list(exact)
     for cells, sizes in ranks.items():
-        rows.append((*cells, *("unknown" if (size := sizes[kind]) is None else f"{size:,}" for kind in kinds)))
-    return rows
+        numbers = [sizes[kind] for kind in kinds]
+        exact.append((*cells, *("unknown" if number is None else f"{number:,}" for number in numbers)))
+        short.append((*cells, *("unknown" if number is None else sized(number) for number in numbers)))
+    print(head[0] + (f" ({away})" if away else ""))
+    print_table(exact if max(map(len, columns(exact))) <= WIDTH else short)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.predict.layout import NumberFormat, PlanLayout
 
 _EXAMPLE = """example:
-  lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
+  lightning-hybrid plan train.py:Classifier --hardware cpu --devices 4
   lightning-hybrid plan --config-json config.json --hardware h100 --num-nodes 4 --batch 512 --html plan.html
   lightning-hybrid plan --config-json config.json --sequence 4096 --devices 8 --batch 64 --why tp=8,zero=1
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout, Report, Verification
 
 _EXAMPLE = """example:
-  lightning-hybrid verify examples/quickstart.py:Classifier --layout pp=2 --layout dp=2
-  lightning-hybrid verify examples/gpt_cli.py --config examples/configs/pipeline.yaml --module.width 32
+  lightning-hybrid verify train.py:Classifier --layout pp=2 --layout dp=2
+  lightning-hybrid verify main.py --config config.yaml --module.width 32
 
 exit status: 0 all layouts are the same; 1 one is different, or failed; 2 invalid command line;
 3 none is different, and one is refused (1 with --strict)"""

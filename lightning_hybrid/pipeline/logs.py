@@ -152,7 +152,7 @@ def describe_unexplained(step: str, key: NumberKey, full: float, made: float, ho
         f"{step} {what}, which is {full:.6g} for a batch and {made:.6g} as the {word} over parts of it: no mean,"
         f" sum, maximum or minimum of the parts gives that of the batch. So the {word} over microbatches is taken."
         " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
-        " values are those of the batch, or pass num_microbatches=1 (docs/semantics/logging_and_metrics.md)"
+        " values are those of the batch, or pass num_microbatches=1 (lightning-hybrid explain-error logged-number)"
     )
 
 
@@ -161,7 +161,7 @@ def describe_undecided(name: str) -> str:
     return (
         f"training_step logs {name!r}, which its microbatches gave in several ways in all batches that were compared"
         " (0, or true), and do not now: this number may be one microbatch's. The next batch shows how they make it"
-        " (docs/semantics/logging_and_metrics.md)"
+        " (lightning-hybrid explain-error logged-undecided)"
     )
 
 

@@ -198,11 +198,13 @@ class LossMeanWeights:
                 zip(given.variants, given.parts, given.weights, strict=True)
             ):
                 replay = _as_one_stage(variant, self._plan)
-                for which, of_means in enumerate((shares[index], {})):
+                losses = list[float]()
+                for of_means in (shares[index], {}) if shares[index] else ({},):
                     with call.dry_run(self._plan, [replay], index) as current:
                         run = replay.run(call.on(copied_batch(part)), {}, names, current, of_means)
-                    totals[which] += weight * float(run.made[variant.loss].detach())
+                    losses.append(weight * float(run.made[variant.loss].detach()))
                     runs.undo()
+                totals = [totals[0] + losses[0], totals[1] + losses[-1]]
         return ComparedLoss(float(full), totals[0], totals[1], dtype)
 
     def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:

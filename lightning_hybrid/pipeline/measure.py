@@ -439,5 +439,5 @@ def describe_uncompared() -> str:
     return (
         "the backward of training_step runs an autograd function or a hook of yours, and there is no memory to compare"
         " the gradients of two samples with those of each: they are trained as if it were linear, or added a gradient"
-        " of its own (docs/semantics/losses.md)"
+        " of its own (lightning-hybrid explain-error backward-uncompared)"
     )

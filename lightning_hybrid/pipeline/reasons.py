@@ -9,7 +9,7 @@ def describe_mixing(found: tuple[float, float]) -> str:
         f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its"
         f" microbatches or shares is {found[1]:.6g}. So batches are not split. To train the mean over microbatches, as"
         " gradient accumulation does, pass microbatch_weight=function(microbatch) -> its weight, such as a count of"
-        " tokens or samples (docs/semantics/losses.md)"
+        " tokens or samples (lightning-hybrid explain-error loss-mixes)"
     )
 
 
@@ -18,7 +18,7 @@ def describe_difference(norms: tuple[float, float]) -> str:
     return (
         "the backward of training_step runs an autograd function or a hook of yours that is not linear: the norm of the"
         f" gradients of a batch is {norms[0]:.6g}, that of its microbatches or shares {norms[1]:.6g}, and no weights of"
-        " these give the former. So batches are not split (docs/semantics/losses.md)"
+        " these give the former. So batches are not split (lightning-hybrid explain-error backward-nonlinear)"
     )
 
 
@@ -26,7 +26,7 @@ def describe_lost(lost: str) -> str:
     """The warning about a value that microbatches do not give."""
     return (
         f"training_step {lost}: microbatches do not give it. So batches are not split"
-        " (docs/semantics/logging_and_metrics.md)"
+        " (lightning-hybrid explain-error value-lost)"
     )
 
 
@@ -34,5 +34,6 @@ def describe_scaled(line: str) -> str:
     """The warning about an embedding, called at a line, whose gradients are no sums over microbatches."""
     return (
         f"{line}: an embedding divides the gradient of each index by its count in the batch (scale_grad_by_freq=True),"
-        " and microbatches have counts of their own. So batches are not split (docs/semantics/losses.md)"
+        " and microbatches have counts of their own. So batches are not split (lightning-hybrid explain-error"
+        " embedding-scaled)"
     )

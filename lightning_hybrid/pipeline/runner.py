@@ -46,7 +46,7 @@ class MicrobatchRunner(ABC):
         guards: Track whether user code runs, which reads full parameters, or a backward.
         active: The techniques that run layers.
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
-        batch_bytes: Bytes of the tensors in the first batch, by name of a step.
+        batch_bytes: Bytes of the tensors in the first batch of full size, by name of a step.
         is_comparing: Whether a batch is compared with its microbatches now: nothing may be rounded at random.
     """
 
@@ -118,6 +118,7 @@ class MicrobatchRunner(ABC):
     def forget_batch_sizes(self) -> None:
         """Let the next batch be the first full one: the user has changed the size of batches."""
         self._full.clear()
+        self.batch_bytes.clear()
 
     def num_backwards(self, batch: Any) -> int:
         """Number of backwards of each stage of this rank in a training step."""
@@ -127,10 +128,10 @@ class MicrobatchRunner(ABC):
         """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""
         count = choose_count(batch, self._num_microbatches, self.plan.most_stages, self.splitter)
         size = batch_size_of(batch)
+        if name not in self.batch_bytes:
+            self.batch_bytes[name] = sum(tensor.nbytes for tensor in tensors_inside(batch))
         if size is None or self.splitter is not None:
             return count
-        if name not in self._full:
-            self.batch_bytes[name] = sum(tensor.nbytes for tensor in tensors_inside(batch))
         usual = self._full.setdefault(name, (size, count))
         if size >= usual[0]:
             self._full[name] = size, count

@@ -146,7 +146,7 @@ def record_costs(
     """
     name = type(module).__name__
     options = {} if example_batch is None else {"example_batch": example_batch}
-    copies = CopiesOnTwoRanks(lightning, module, fit_arguments, options, precision)
+    copies = CopiesOnTwoRanks(lightning, module, fit_arguments, options, precision, on_phase)
     no_stages, sharded = copies.why_no_stages(), copies.sharded_parameters()
     recording = _LayerRecording()
     request = PlanRequest(has_storage=False, record=recording, on_phase=on_phase)
@@ -204,6 +204,7 @@ class CopiesOnTwoRanks:
     fit_arguments: Mapping[str, Any]  # arguments of ``Trainer.fit``
     options: Mapping[str, Any]  # arguments of the strategy
     precision: str  # Lightning's name of the precision
+    on_phase: Callable[[str], None] | None = None  # receives the name of each phase as it begins
 
     def why_no_stages(self) -> str:
         """Return why the step cannot be run in two stages; "" if it can, or if that cannot be told."""
@@ -231,7 +232,7 @@ class CopiesOnTwoRanks:
 
     def _plan(self, **layout: int) -> RunPlan | None:
         memo = tensors_of_datasets(self.module, list(self.fit_arguments.values()))
-        request = PlanRequest(has_storage=False, describes=False)
+        request = PlanRequest(has_storage=False, describes=False, on_phase=self.on_phase)
         try:
             copied, data = copy_on_meta((self.module, dict(self.fit_arguments)), only_parameters=True, memo=memo)
             return make_plan(self.namespace, copied, data, 2, {**self.options, **layout}, self.precision, request)

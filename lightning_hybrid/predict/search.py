@@ -319,7 +319,7 @@ class _Search:
     def _advice(self) -> str:
         costs, is_tried = self.candidates.costs, any(layout.spatial for layout in self.plans)
         if costs.most_rows and not is_tried:
-            return "share the rows of images by spatial_parallel_size (docs/spatial.md), or " + self._more_devices()
+            return "share the rows of images by spatial_parallel_size, or " + self._more_devices()
         return self._more_devices()
 
     def _more_devices(self) -> str:

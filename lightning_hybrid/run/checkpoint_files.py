@@ -23,6 +23,7 @@ from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generators import restore_plain_states
 from lightning_hybrid.run.module_state import FullOrShardedState
+from lightning_hybrid.run.resumed_epochs import SavedEpochs
 from lightning_hybrid.run.setting import Setting, needs_runner
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.options.options import Options
@@ -46,6 +47,7 @@ class CheckpointFiles:
     def __init__(self) -> None:
         self.seed: int | None = None
         self._background = BackgroundSave()
+        self._epochs = SavedEpochs()
         self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
     def connect(
@@ -182,11 +184,14 @@ class CheckpointFiles:
             has_lost = counts[0] not in (0, counts[1])
             rank_zero_info(wrapped(f"{path} was saved under {before} and resumes under {now}{lost * has_lost}"))
         replicas = math.prod(saved.get(axis, 1) for axis in ("dp_replicate", "dp_shard"))
-        if replicas != self._world.layout.data_parallel_size:
-            from lightning_hybrid.run.resumed_epochs import describe_epochs
+        self._epochs = SavedEpochs.of(checkpoint, replicas)
 
-            text, is_misfit = describe_epochs(checkpoint, replicas, self._world.layout.data_parallel_size)
-            (rank_zero_warn if is_misfit else rank_zero_info)(text)
+    def report_epochs(self) -> None:
+        """Print how the epochs of a resumed run change with the number of replicas, once the loader is made."""
+        batches = self._module.trainer.num_training_batches
+        saved, self._epochs = self._epochs, SavedEpochs()
+        if text := saved.changes_to(self._world.layout.data_parallel_size, batches):
+            (rank_zero_warn if saved.schedules else rank_zero_info)(wrapped(text))
 
     def _unread_parameters(self) -> list[str]:
         """FQNs of meta parameters: setup broadcasts their values from the first rank, so that others read none."""

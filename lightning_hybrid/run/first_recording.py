@@ -161,7 +161,7 @@ def warn_of_mixed_samples(setting: Setting, runner: StepRunner, call: Call) -> N
         rank_zero_warn(
             "there is no memory to compare training_step on two microbatches with each of them, as each rank must hold"
             " the full model for it: they are taken to weigh by samples or by the means that are recorded"
-            " (docs/semantics/losses.md)"
+            " (lightning-hybrid explain-error loss-uncompared)"
         )
     if why := weighting.why_unsplit():
         rank_zero_warn(why)

@@ -94,7 +94,7 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
     rank_zero_warn(
         f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other."
         " Rows of samples and means over samples that a step appends to a list of its module, or logs, can be computed"
-        " (docs/semantics/kept_values.md)"
+        " (lightning-hybrid explain-error batch-unsplit)"
     )
 
 
@@ -102,5 +102,5 @@ def _warn_of_unpartitioned(name: str, reason: Exception) -> None:
     cause = re.split(r"; |, which ", str(reason), maxsplit=1)[0]  # without advice for training
     rank_zero_warn(
         f"{name} runs unpartitioned on every rank, as in one process: {cause}"
-        " (docs/semantics/evaluation.md#evaluation-that-cannot-be-partitioned)"
+        " (lightning-hybrid explain-error unpartitioned)"
     )

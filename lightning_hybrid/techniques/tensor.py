@@ -118,8 +118,7 @@ class TensorParallel(Technique):
         box: list[Any] = [None]
         if self._mesh.rank == 0:
             try:
-                with phase("searching plans of layers for tensor and context ranks"):
-                    box[0] = self._planned(others_shard)
+                box[0] = self._planned(others_shard)
             except TensorPlanError as error:
                 box[0] = error
             except Exception as error:
@@ -175,24 +174,34 @@ class TensorParallel(Technique):
             try:
                 self._check(plans, others_shard)
             except LayoutError:  # which a run may not raise
-                return self._searched(plan_unit)
+                return self._searched(plan_unit, "searching tensor plans at full width")
         if cache is not None:
             self.summary = f"how to split layers: {cache.summary(cache.save())}"
         return plans
 
-    def _searched(self, find: Callable[..., UnitPlan]) -> dict[str, UnitPlan]:
+    def _searched(self, find: Callable[..., UnitPlan], what: str = "searching tensor plans") -> dict[str, UnitPlan]:
         options = {"sequence_parallel": self._sequence_parallel, "context": self._context}
-        return ModelSearch(
-            self._module,
-            self._units,
-            self._calls,
-            self._read_by_step,
-            self._size,
-            partial(find, **options),
-            plan_requests=requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
-            uses=self._uses,
-            step_units=self._watched,
-        ).plans()
+        names = {
+            id(unit): f"layer {number} of {len(self._units)}, {fqn}"
+            for number, (fqn, unit) in enumerate(self._units.items(), 1)
+        }
+        with phase(what) as searching:
+
+            def find_plan(unit: nn.Module, *args: Any, **more: Any) -> UnitPlan:
+                searching.at(names[id(unit)])
+                return find(unit, *args, **options, **more)
+
+            return ModelSearch(
+                self._module,
+                self._units,
+                self._calls,
+                self._read_by_step,
+                self._size,
+                find_plan,
+                plan_requests=requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
+                uses=self._uses,
+                step_units=self._watched,
+            ).plans()
 
 
 class _Shards(Active):

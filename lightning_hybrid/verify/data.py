@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hybrid.batch.split import (
@@ -22,6 +20,7 @@ from lightning_hybrid.batch.split import (
 )
 from lightning_hybrid.errors import BatchError
 from lightning_hybrid.randomness.generators import GeneratorStates
+from lightning_hybrid.step.objects.pytree import tensors_inside
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 
@@ -84,7 +83,8 @@ class Pieces:
         """The microbatches of the replicas' batches in the step ``name`` after training batch ``number``."""
         data_split, pieces, is_training = self._data_split, list[Piece](), name == "training_step"
         sizes = () if is_training else logged_sizes(batches)  # in training replicas weigh the same, as under DDP
-        weights_of_replicas = [size / sum(sizes) for size in sizes] or [1 / len(batches)] * len(batches)
+        is_known = len(sizes) == len(batches)
+        weights_of_replicas = [s / sum(sizes) for s in sizes] if is_known else [1 / len(batches)] * len(batches)
         for replica, (batch, of_replica) in enumerate(zip(batches, weights_of_replicas, strict=True)):
             count, ranks = self._count(name, batch, number)
             parts, weights = split(batch, count, data_split.splitter) if count else ([batch], [1.0])
@@ -130,11 +130,11 @@ def joined(pieces: Sequence[Piece], batches: Sequence[Any]) -> list[Piece]:
 
 
 def logged_sizes(batches: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes by which Lightning weighs what steps log: of ambiguous batches the first that it finds."""
-    try:
-        return known_sizes(batches) or tuple(extract_batch_size(batch) for batch in batches)
-    except MisconfigurationException:  # batches without tensors
-        return ()
+    """The sizes by which Lightning weighs what steps log: of an ambiguous batch that of its first tensor."""
+    if sizes := known_sizes(batches):
+        return sizes
+    firsts = [next(iter(tensors_inside(batch)), None) for batch in batches]
+    return tuple(len(first) if first.dim() else 1 for first in firsts if first is not None)
 
 
 def known_sizes(batches: Sequence[Any]) -> tuple[int, ...]:

@@ -25,6 +25,10 @@ from lightning_hybrid.verify.record import RunRecord, prediction_leaves
 from lightning_hybrid.verify.steps import has_batch_norm, rows_of_pieces
 
 
+class _Drawn(Exception):
+    """A step has drawn random numbers, in a run that ends there."""
+
+
 class PlainRun:
     """The connection to a Trainer on one device.
 
@@ -36,15 +40,18 @@ class PlainRun:
     devices = 1
     _joins_replicas: ClassVar[bool] = True
 
-    def __init__(self, data_split: DataSplit, *, keyed: bool = False, batch_norm: bool = True) -> None:
+    def __init__(
+        self, data_split: DataSplit, *, keyed: bool = False, batch_norm: bool = True, until_drawn: bool = False
+    ) -> None:
         """Set up the run.
 
         ``keyed`` draws random numbers as the strategies do, by step, microbatch and module; ``batch_norm`` takes the
-        statistics of BatchNorm per microbatch, as the layout does.
+        statistics of BatchNorm per microbatch, as the layout does; ``until_drawn`` ends a run that is not keyed after
+        the first step that draws.
         """
         self.moved_generators = False
         self._data_split, self._pieces = data_split, Pieces(data_split)
-        self._keyed, self._batch_norm = keyed, batch_norm
+        self._keyed, self._batch_norm, self._until_drawn = keyed, batch_norm, until_drawn
         self._evaluated = 0
         self._randomness: Any = None
         self._latest: tuple[Any, list[Any]] = (self, [])  # a batch, and those of the replicas in its step
@@ -149,6 +156,8 @@ class PlainRun:
             before = GeneratorStates(self._randomness.device)
             yield
             self.moved_generators |= keyed is None and not before.are_unchanged()
+        if self.moved_generators and self._until_drawn:
+            raise _Drawn("the run is repeated with keyed numbers")
 
     # -- batches ------------------------------------------------------------------------------------------------------
 

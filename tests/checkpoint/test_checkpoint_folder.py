@@ -77,8 +77,13 @@ def test_file_and_folder_convert_into_each_other(saved, tmp_path, capsys):
     for leaf, other in zip(leaves, wanted, strict=True):
         assert type(leaf) is type(other) and (torch.equal(leaf, other) if torch.is_tensor(leaf) else leaf == other)
     assert sorted(os.listdir(tmp_path)) == ["back.ckpt", "plain.ckpt", "saved.ckpt"]
+    capsys.readouterr()
     assert command_line(["checkpoint", "inspect", str(saved)]) == 0
+    short = capsys.readouterr().out
+    assert "step 3, epoch 1" in short and "optimizer/0/#*/exp_avg" in short and "#1" not in short
+    assert command_line(["checkpoint", "inspect", "--all", str(saved)]) == 0
     shown = capsys.readouterr().out
+    assert short.splitlines()[:4] == shown.splitlines()[:4]
     assert "step 3, epoch 1" in shown and "optimizer/0/#1/exp_avg" in shown and "bfloat16" in shown
     assert "head.weight" not in shown  # saved once
     assert command_line(["checkpoint", "inspect", "--json", str(saved)]) == 0

@@ -137,13 +137,14 @@ def test_resume_under_every_layout(worlds, tmp_path, case, saving, loading):
             assert_same_state(state, expected)
 
 
-def lines_of_resume(path):
+def lines_of_resume(path, batch_size=8):
     """What a fit in one process prints when it resumes from a path."""
     lines, module = [], make("Tied")
-    trainer = trainer_of(1, Hybrid3DStrategy(), [])
+    trainer = trainer_of(1, Hybrid3DStrategy(), [], max_epochs=2)
+    loader = DataLoader(loader_of(module, PP1, trainer).dataset, batch_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_files, "rank_zero_info", lambda text: lines.append(text.replace("\n    ", " ")))
-        trainer.fit(module, loader_of(module, PP1, trainer), ckpt_path=path)
+        trainer.fit(module, loader, ckpt_path=path)
     return lines
 
 
@@ -155,12 +156,13 @@ def test_a_resume_under_another_layout_is_printed(worlds, tmp_path, as_folder):
         return path
 
     path = saved("ranks.ckpt", DP2PP2)
-    [[line, epochs]] = worlds.run(1, lines_of_resume, path)
+    [[line]] = worlds.run(1, lines_of_resume, path)  # its batches are larger, and epochs have as many
     assert line.startswith(
         f"{path} was saved under pipeline_parallel_size=2, data_parallel_size=2 and resumes under one process"
     )
     assert ("random generators of 2 replicas are not restored to 1" in line) == as_folder
-    assert "the number of replicas changes from 2 to 1" in epochs
+    [[_, epochs]] = worlds.run(1, lines_of_resume, path, 4)
+    assert "the number of replicas changes from 2 to 1; an epoch has 4 batches instead of 2" in epochs
     [lines] = worlds.run(1, lines_of_resume, saved("one.ckpt", PP1))
     assert lines == []
 

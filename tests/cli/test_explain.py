@@ -116,15 +116,18 @@ def test_recomputed_layers_save_less_without_stages(capsys, module):
 
 def test_text_shows_memory_of_ranks(capsys):
     assert main(["explain", f"{CLASSES}:Stack", "--layout", "dp=2,zero_stage=1,offload=cpu"]) == 0
-    title, rank, without, *_ = capsys.readouterr().out.splitlines()
-    assert "optimizer states (cpu)" in title and "gathered" in title and title.endswith("total  host total")
-    assert rank.startswith("each rank  ") and without.startswith("each rank without ZeRO, offload and recomputation  ")
+    title, kinds, rank, _, without, _, of_all, *_ = capsys.readouterr().out.splitlines()
+    assert title == "bytes of a rank, estimated (optimizer on cpu, grads on cpu)"
+    assert "gathered" in kinds and kinds.split()[-2:] == ["total", "host"]
+    assert without == "without ZeRO, offload and recomputation"
+    assert rank.startswith("each rank  ") and of_all.startswith("each rank  ")
 
 
 @pytest.mark.parametrize("command", ["explain", "dryrun"])
 def test_printed_columns_of_memory_add_up(capsys, command):
     assert main([command, f"{CLASSES}:Stack", "--layout", "pp=2,m=4"]) == 0
-    title, *rows = capsys.readouterr().out.partition("bytes of a rank, estimated")[2].partition("\n\n")[0].splitlines()
+    table = capsys.readouterr().out.partition("bytes of a rank, estimated\n")[2].partition("\n\n")[0]
+    title, *rows = table.splitlines()
     assert "working" in title and "messages" in title and len(rows) == 2
     for row in rows:
         *sizes, total = (int(cell.replace(",", "")) for cell in row.split()[-8:])
@@ -137,6 +140,18 @@ def test_text_names_units_stages_and_plans(capsys):
     assert "layers.0" in out and "stage 1 in all" in out and "0 -> 2 (split by output features)" in out
 
 
+@pytest.mark.parametrize("stages", [2, 8, 16])
+def test_each_stage_has_a_line_of_at_most_100_characters(capsys, stages):
+    arguments = ["explain", f"{CLASSES}:ReadsFirst", "--module.num_layers", "32", "--layout", f"pp={stages},m=1"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    start = next(index for index, line in enumerate(lines) if line.startswith("stage  units"))
+    rows = lines[start + 1 : start + 1 + stages]
+    assert [row.split()[0] for row in rows] == [str(stage) for stage in range(stages)]
+    assert stages == 2 or f"-{stages - 1}" in rows[0]  # what all later stages read
+
+
 def test_phases_are_named_on_standard_error(capsys):
     assert main(["explain", f"{CLASSES}:Stack", "--layout", "pp=2,tp=2", "--json"]) == 0
     captured = capsys.readouterr()
@@ -147,7 +162,7 @@ def test_phases_are_named_on_standard_error(capsys):
         "making the module and its data",
         "recording the step on one batch",
     ]
-    expected += ["searching plans of layers for tensor and context ranks", "estimating memory"]
+    expected += ["searching tensor plans", "searching tensor plans: layer 1 of 5, layers.0", "estimating memory"]
     assert [name for name in names if name in expected] == expected
 
 

@@ -25,6 +25,17 @@ class Stack(Layers):
     val_dataloader = train_dataloader
 
 
+class ReadsFirst(Stack):
+    """All of its layers read a tensor of the first stage."""
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        gate = torch.sigmoid(x)
+        for layer in self.layers[1:]:
+            x = x + gate * layer(x)
+        return self.head(x)
+
+
 class Mixture(Looped):
     def train_dataloader(self):
         return DataLoader(Samples(self.kind, 32, torch.float32), batch_size=8)

@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.verification import check
-from lightning_hybrid.verify import Layout
+from lightning_hybrid.verify import Experiment, Layout
+from lightning_hybrid.verify.data import DataSplit
+from lightning_hybrid.verify.references import run_plain
 from models.regression import Dropping, Plain, regression_data
 
 
@@ -34,6 +36,21 @@ class Squares(Plain):
 def test_recomputed_dropout(worlds):
     report = check(worlds, Recomputes, Layout("pp2", 2, {"pipeline_parallel_size": 2}))
     assert report.outcome == "same", str(report)
+
+
+class CountsSteps(Dropping):
+    num_steps = 0
+
+    def training_step(self, batch, batch_idx):
+        CountsSteps.num_steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_run_ends_at_its_first_draw_and_is_repeated_with_keyed_numbers():
+    experiment = Experiment(make_module=CountsSteps, make_data=regression_data, steps=3, resume=False)
+    reference = run_plain(experiment, DataSplit(1, 2, 2))
+    assert reference.failure is None and reference.draws and reference.irreproducible is None
+    assert CountsSteps.num_steps == 1 + 3 * 3  # observed, with noise, once more
 
 
 def test_gradients_edited_after_the_backward(worlds):

@@ -44,7 +44,7 @@ def check_recompute(recompute: Any) -> None:
         return
     raise ValueError(
         f"recompute={recompute!r}; use 'full', 'selective', a budget such as '6GiB', or names of layers such as"
-        " ['model.layers.*'] (docs/reference/options.md#recompute has more)"
+        " ['model.layers.*'] (lightning-hybrid explain-error recompute-option)"
     )
 
 

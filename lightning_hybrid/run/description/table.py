@@ -31,7 +31,7 @@ from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_s
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.modules import shortened
-from lightning_hybrid.text import columns, sized, spanned, wrapped
+from lightning_hybrid.text import WIDTH, columns, sized, spanned, spanned_within, wrapped
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
@@ -40,6 +40,7 @@ _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that
     "sum of a mask or of weights": ("divisor",),
 }
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")
+_NARROW_COLUMNS = ("params", "grads", "optim", "activ")  # where lines would be too long
 FILE_NAME = "hybrid3d_layout.txt"
 
 
@@ -140,22 +141,48 @@ def _stage_rows(
 
     The pipeline ranks are shown where they have other numbers than the stages.
     """
-    graph, costs = assignment.graph, assignment.costs()
+    costs = assignment.costs()
     has_ranks = any(list(ranks[stage]) != [stage] for stage in range(assignment.num_stages))
     titles = ["stage", "rank"] if has_ranks else ["stage"]
     rows = [[*titles, "units", *(_COLUMNS if memory else ()), "cost", "sends"]]
+    units = [_units(assignment, stage) for stage in range(assignment.num_stages)]
     for stage in range(assignment.num_stages):
-        sends = [
-            f"{sized(sum(graph.values[v].nbytes for v in sent))} to {target}"
-            for (source, target), sent in assignment.portals.items()
-            if source == stage
-        ]
         share = f"{100 * costs[stage] / sum(costs):.0f} %"
         held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
         cells = ["?" if size is None else sized(size) for size in held]
         holders = [", ".join(map(str, ranks[stage]))] if has_ranks else []
-        rows.append([str(stage), *holders, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
-    return columns(rows, wrapped=len(titles))
+        rows.append([str(stage), *holders, spanned(units[stage]), *cells, share, _sends(assignment, stage)])
+    if max(map(len, columns(rows))) <= WIDTH:
+        return columns(rows)
+    rows[0] = [*titles, "units", *(_NARROW_COLUMNS if memory else ()), "cost", "sends"]
+    place = len(titles)
+    room = WIDTH - max(map(len, columns([[*row[:place], "", *row[place + 1 :]] for row in rows])))
+    for row, names in zip(rows[1:], units, strict=True):
+        row[place] = spanned_within(names, room)
+    return columns(rows)
+
+
+def _sends(assignment: Assignment, stage: int) -> str:
+    """Return what a stage sends per microbatch, and to which stages; those that receive equal bytes are listed once."""
+    graph, targets = assignment.graph, dict[int, list[int]]()
+    for (source, target), sent in assignment.portals.items():
+        if source == stage:
+            targets.setdefault(sum(graph.values[value].nbytes for value in sent), []).append(target)
+    texts = [f"{sized(nbytes)} to {_targets(to)}" for nbytes, to in targets.items()]
+    if len(texts) > 2:  # one line for each stage
+        others = list(targets.items())[1:]
+        total = sum(nbytes * len(to) for nbytes, to in others)
+        texts = [texts[0], f"{sized(total)} to {sum(len(to) for _, to in others)} others"]
+    return ", ".join(texts) or "-"
+
+
+def _targets(stages: Sequence[int]) -> str:
+    """Return increasing stages in short, such as "1, 3-7"; only how many there are where that is long."""
+    starts = [stage for stage in stages if stage - 1 not in stages]
+    ends = [stage for stage in stages if stage + 1 not in stages]
+    if len(starts) > 2:
+        return f"{len(stages)} stages"
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _describe_widths(plan: StagePlan | None, assignment: Assignment) -> list[str]:
@@ -202,12 +229,10 @@ def _file_and_line(line: str) -> str:
     return within if is_installed else line.rsplit("/", 1)[-1]
 
 
-def _units(assignment: Assignment, stage: int) -> str:
+def _units(assignment: Assignment, stage: int) -> list[str]:
     nodes = [node for node, s in zip(assignment.graph.nodes, assignment.node_stage, strict=True) if s == stage]
-    units = list(dict.fromkeys(node.unit for node in nodes if node.unit))
-    if not units:
-        return "(glue)"
-    return spanned([shortened(unit) for unit in units])
+    units = dict.fromkeys(node.unit for node in nodes if node.unit)
+    return [shortened(unit) for unit in units] or ["(glue)"]
 
 
 @only_informs("the start table")

@@ -118,12 +118,12 @@ class FittingMicrobatches(StepPolicy):
         note = (
             'microbatch="auto" fits forwards and backwards of training steps into memory, and memory has run out in the'
             " optimizer's step, in a hook, or in a step of a size that has fit before: use less memory"
-            f' ({_PAGE}): zero_stage=1 or more, offload="cpu", or a larger num_microbatches'
+            f' ({_EXPLAINED}): zero_stage=1 or more, offload="cpu", or a larger num_microbatches'
         )
         if self._setting.trainer.evaluating:
             note = (
                 'microbatch="auto" fits training steps into memory, and memory has run out in evaluation: set a smaller'
-                f" batch_size in its loader ({_PAGE})"
+                f" batch_size in its loader ({_EXPLAINED})"
             )
         add_error_note(error, note)
 
@@ -212,7 +212,7 @@ class FittingMicrobatches(StepPolicy):
             why = "a microbatch is one sample" if is_split else "the batch cannot be split"
             raise RankOutOfMemory(
                 f"{reason}; {why}, with {now} microbatches: use less memory"
-                ' (docs/howto/out_of_memory.md): recompute="full", zero_stage=3, offload="cpu"',
+                ': recompute="full", zero_stage=3, offload="cpu"',
                 entry="rank-out-of-memory",
             )
         self._has_doubled = True
@@ -232,7 +232,7 @@ def _parameter_sums(module: nn.Module) -> list[float]:
         return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in local if not tensor.is_complex()]
 
 
-_PAGE = "docs/howto/out_of_memory.md"
+_EXPLAINED = "lightning-hybrid explain-error rank-out-of-memory"
 
 
 def batch_norms_in_training(module: nn.Module) -> list[str]:

@@ -282,11 +282,12 @@ class RunLifecycle:
         self._lacks_batches = setting.is_fitting and not knows_batches(self.run)
 
     def on_train_start(self) -> None:
-        """Check schedules; print the line on batches that the start table lacks, as the loader is made by now.
+        """Check schedules; print the lines on epochs and batches that the start lacked, as the loader is made by now.
 
         Learning-rate searches of callbacks decide by the mean loss, equal on all ranks.
         """
         trainer, world = self.setting.trainer, self.setting.world
+        self._files.report_epochs()
         check_schedules(trainer)
         world.until_end.callback(average_lr_search_loss(trainer, world.mesh))
         if self._lacks_batches:

@@ -170,7 +170,7 @@ def tell_absent(line: str) -> None:
         f"{line}: prints NaN or 'absent' in place of a number of the model while the step is recorded, before the"
         " first batch, and on pipeline ranks that do not compute it; the rank that does prints one per microbatch. For"
         " the number of the batch call self.log(name, tensor), and print trainer.callback_metrics[name] in"
-        " on_train_batch_end (docs/semantics/steps.md)"
+        " on_train_batch_end (lightning-hybrid explain-error print-absent)"
     )
 
 

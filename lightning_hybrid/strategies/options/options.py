@@ -346,7 +346,7 @@ class Options:
             if what not in ("parameters", "gradients", "optimizer_states") or (where != "cpu" and not may_be_file):
                 raise ValueError(
                     f"offload={self.offload!r}; use 'cpu', 'disk:PATH', or a mapping such as"
-                    " {'optimizer_states': 'cpu'} (docs/reference/options.md#offload has more)"
+                    " {'optimizer_states': 'cpu'} (lightning-hybrid explain-error offload-option)"
                 )
         return dict(given)
 

@@ -167,5 +167,5 @@ class Fallback:
         rank_zero_warn(
             f"sharded instead of {self._place}{why}; each of the {self.mesh.size('shares')} ranks of {self._sizes}"
             f" holds a shard of the model and runs the step {batch}. strict_layout=True makes this an error"
-            " (docs/howto/step_not_partitioned.md)"
+            " (lightning-hybrid explain-error sharded-instead)"
         )

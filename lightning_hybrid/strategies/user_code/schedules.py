@@ -19,8 +19,7 @@ from lightning_hybrid.errors import add_error_note
 _OBSERVERS = (Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar)
 _ENDS_OR_CHANGES = {"should_stop", "lr_schedulers", "lr_scheduler_configs"}
 _PACKAGES = {"lightning", "pytorch_lightning", "lightning_hybrid", "torch"}
-_PAGE = "docs/howto/resume_other_layout.md#schedules-of-a-fixed-length"
-_REMEDY = f"resume with the batch_size times replicas of the saved run; or give the schedule a new length ({_PAGE})"
+_REMEDY = "resume with the batch_size times replicas of the saved run; or give the schedule a new length"
 
 
 def check_schedules(trainer: pl.Trainer) -> None:

@@ -70,7 +70,7 @@ class FirstStep(RunCallback):
                 f"{len(found)} replicas got the same first batch: the training data are a stream (IterableDataset),"
                 f" which Lightning does not divide, so that every sample is trained on {len(found)} times. Let each"
                 " replica yield its own part, such as itertools.islice(samples, rank, None, world_size)"
-                " (docs/semantics/datasets.md)"
+                " (lightning-hybrid explain-error equal-batches)"
             )
 
 

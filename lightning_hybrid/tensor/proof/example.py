@@ -73,6 +73,8 @@ def make_example(
             first.requires_grad_()
     weights = {length for p in (*unit.parameters(), *unit.buffers()) for length in p.shape} | {*(widths or ())}
 
+    tensors = [leaf for leaf in real if isinstance(leaf, Tensor)]
+
     def example(sizes: Mapping[int, _Resize]) -> Example:
         return Example(tuple(_resized(leaf, sizes) if isinstance(leaf, Tensor) else leaf for leaf in real), spec)
 
@@ -81,18 +83,27 @@ def make_example(
         apart = {length: _Resize(new, _NOT_LAST if length in weights else _EVERY_DIM) for length, new in small.items()}
         if runs(example(apart)):
             return example(apart)
-    free = {length: _Resize(new, _EVERY_DIM) for length, new in small.items() if length not in weights}
-    if runs(example(free)):
-        return example(free)
+
+    def with_resize(length: int, sizes: Mapping[int, _Resize], *spared_dims: range) -> Mapping[int, _Resize]:
+        for spared in spared_dims:
+            resize = _Resize(small[length], spared)
+            attempt = {**sizes, length: resize}
+            if any(resize.dims(leaf, length) for leaf in tensors) and runs(example(attempt)):
+                return attempt
+        return sizes
+
+    found: Mapping[int, _Resize] = {n: _Resize(new, _EVERY_DIM) for n, new in small.items() if n not in weights}
+    # Thousands of positions may be as many as features of a weight; features are in the last dim of activations.
+    for length in small:
+        if length > _LONG and length in weights:
+            found = with_resize(length, found, _NOT_LAST, _NOT_LAST_OF_THREE, _NOT_LAST_OF_FEW)
+    if runs(example(found)):
+        return example(found)
     # One of them may depend on the weights after all (features per head), or equal a number of features by chance.
-    found: dict[int, _Resize] = {}
-    for length, new in small.items():
-        for spared in (_EVERY_DIM, _NOT_LAST, _NOT_LAST_OF_FEW):
-            attempt = {**found, length: _Resize(new, spared)}
-            if runs(example(attempt)):
-                found = attempt
-                break
-    return example(found) if found or runs(example(found)) else None
+    found = {}
+    for length in small:
+        found = with_resize(length, found, _EVERY_DIM, _NOT_LAST, _NOT_LAST_OF_THREE, _NOT_LAST_OF_FEW)
+    return example(found) if runs(example(found)) else None
 
 
 def _small_lengths(lengths: list[int], masked: set[int], weights: set[int], size: int, least: int) -> dict[int, int]:
@@ -134,10 +145,17 @@ class _Resize(NamedTuple):
     """The new length of a size, and the tensors whose last dim keeps it."""
 
     length: int
-    spared: int  # the last dim of tensors with at most so many dims
+    spared: range  # numbers of dims of these tensors
+
+    def dims(self, tensor: Tensor, length: int) -> list[int]:
+        """The dims of this length that are resized in a tensor."""
+        last = tensor.dim() - 1 if tensor.dim() in self.spared else tensor.dim()
+        return [dim for dim in range(min(last, tensor.dim())) if tensor.shape[dim] == length]
 
 
-_EVERY_DIM, _NOT_LAST_OF_FEW, _NOT_LAST = 0, 3, 99
+_EVERY_DIM, _NOT_LAST, _NOT_LAST_OF_FEW = range(0), range(99), range(4)
+_NOT_LAST_OF_THREE = range(3, 4)  # positions of (samples, positions, features), and both dims of a mask
+_LONG = 128  # shorter ones cost a trial little
 
 
 def _lengths(leaves: list[Any], weights: set[int]) -> list[int]:
@@ -159,10 +177,11 @@ def _has_no_data(tensor: Tensor) -> bool:
 
 def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
     needs, tensor = tensor.requires_grad, tensor.detach()
-    found = [(dim, length, sizes[length]) for dim, length in enumerate(tensor.shape) if length in sizes]
-    for dim, length, new in sorted(found, key=lambda each: each[2].length / max(each[1], 1)):  # growing dims last
-        if not (dim == tensor.dim() - 1 and tensor.dim() <= new.spared):
-            tensor = tensor.index_select(dim, torch.arange(new.length, device=tensor.device) % length)
+    found = [
+        (new.length / length, dim, new.length) for length, new in sizes.items() for dim in new.dims(tensor, length)
+    ]
+    for _, dim, length in sorted(found):  # growing dims last
+        tensor = tensor.index_select(dim, torch.arange(length, device=tensor.device) % tensor.shape[dim])
     return tensor.requires_grad_(needs)
 
 

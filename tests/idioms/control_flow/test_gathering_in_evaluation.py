@@ -56,7 +56,7 @@ def test_evaluation_without_training(worlds):
     (*_, warned, first), (*_, silent, second) = ranks
     assert [text.split()[0] for text in warned] == ["validation_step", "predict_step"] and not silent
     assert all("test_gathering_in_evaluation.py" in text and "branches on a value" in text for text in warned)
-    link = "(docs/semantics/evaluation.md#evaluation-that-cannot-be-partitioned)"
+    link = "(lightning-hybrid explain-error unpartitioned)"
     assert all(text.endswith(link) and "pipeline_parallel_size" not in text for text in warned)
     names = {name for name, _ in BranchesInEvaluation().named_parameters()}
     assert first and second and set(first) | set(second) == names and not set(first) & set(second)

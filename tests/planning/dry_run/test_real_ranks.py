@@ -183,3 +183,25 @@ def test_activations_of_tensor_ranks(worlds, devices):
     ):
         assert rank["bytes"]["activations"] == pytest.approx(saved, rel=0.05)
         assert saved < 0.7 * full
+
+
+class Bags(pl.LightningModule):
+    """Its batch is a list of samples of different lengths, which cannot be split."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        return torch.stack([self.head(self.body(bag).mean(0)) for bag in batch]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_of_samples_of_different_lengths_is_dry_run():
+    loader = DataLoader([torch.ones(2 + i % 3, 4) for i in range(8)], batch_size=4, collate_fn=list)
+    options = {"pipeline_parallel_size": 2}
+    content = dry_run(pl, Bags(), {"train_dataloaders": loader}, 2, options, "32-true", lambda layout: range(2))
+    assert content["refused"] is None and [rank["bytes"]["parameters"] for rank in content["rank"]] == [160, 36]
