@@ -66,6 +66,7 @@ class Node:
     together: tuple[int, ...] = ()
     flops: float = 0.0  # floating-point operations of its forward
     step_flops: float = 0.0  # those of its forward and of its backward, without recomputation
+    repeated_flops: float = 0.0  # those of its forward that checkpoints of the user's code run again in the backward
     moved_bytes: float = 0.0  # bytes written by its forward
     saved_bytes: int = 0  # bytes that it saves for its backward, without values of the graph
     saved_values: tuple[int, ...] = ()  # values that it saves for its backward; of several that share memory, the first

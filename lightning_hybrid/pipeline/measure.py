@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.batch.denominators import SAMPLES, Count, Mean, error_bound, find_counts
-from lightning_hybrid.batch.merge import Argument, Leaf
+from lightning_hybrid.batch.merge import REDUCTIONS, Argument, Leaf
 from lightning_hybrid.batch.metrics import FullBatchMetrics
 from lightning_hybrid.batch.split import BatchSplitter, batch_size_of, copied_batch, sizes_of, split, split_unevenly
 from lightning_hybrid.errors import is_out_of_memory
@@ -45,6 +45,7 @@ from lightning_hybrid.pipeline.runtime.gradients import without_hooks
 from lightning_hybrid.pipeline.undone import UndoneRuns, undone_runs
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.recording.units import has_backward_hooks
+from lightning_hybrid.step.standins.numbers import is_known
 from lightning_hybrid.step.tracing.recording import find_loss
 
 # Relative differences of the gradients of a parameter that rounding may cause; other dtypes are too coarse for a test.
@@ -189,17 +190,19 @@ class Comparison:
         count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions] if counts else []
         weightings = [sample_weights, count_weights] if counts else [sample_weights]
         keys = frozenset[NumberKey].intersection(*(frozenset(one.logs) for one in found))
+        keys = frozenset(key for key in keys if math.isfinite(found[0].logs[key]))
         logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
         hows = {key: reductions_of(each, weightings, dtype) for key, each in logged.items()}
         hows |= {key: [how for how in hows[key] if how in ("max", "min")] for key in found[0].flags & keys}
-        sums = {key: logged[key].full for key, how in hows.items() if how == ["sum"] and logged[key].full.is_integer()}
-        by_chance = self._coincidences(sums, batch, dtype) if splitter is None and not is_lost else {}
+        single = {key: how[0] for key, how in hows.items() if len(how) == 1 and how[0] in REDUCTIONS}
+        single = {key: how for key, how in single.items() if how != "sum" or logged[key].full.is_integer()}
+        by_chance = self._coincidences(single, found[0].logs, batch, dtype) if splitter is None and not is_lost else {}
         hows |= {key: [] for key in by_chance}
         # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
         reductions = tuple((key, how[0]) for key, how in hows.items() if is_decided(how))
         shown = LossWeighting(reductions=reductions, candidates=tuple((key, tuple(how)) for key, how in hows.items()))
         unexplained = tuple(
-            (key, logged[key].full, by_chance[key], "sum")
+            (key, logged[key].full, by_chance[key], single[key])
             if key in by_chance
             else nearest_number(key, logged[key], sample_weights)
             for key in hows
@@ -218,18 +221,22 @@ class Comparison:
         weighting = LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
         return _without_leaves(weighting._replace(candidates=shown.candidates, nearest=shown.nearest, lost=lost))
 
-    def _coincidences(self, sums: Mapping[NumberKey, float], batch: Any, dtype: torch.dtype) -> dict[NumberKey, float]:
-        """The whole numbers of a batch that are sums over few parts of it, and not over many; with the latter sums.
+    def _coincidences(
+        self, hows: Mapping[NumberKey, str], full: Mapping[NumberKey, float], batch: Any, dtype: torch.dtype
+    ) -> dict[NumberKey, float]:
+        """The numbers of a batch that few parts of it give in this way, and many do not; with what the latter give.
 
         Halves often have as many entries above their means as the batch has above its own; single samples have none.
+        A half may have as many classes as the batch; and the first entry of a batch is that of its first half.
         """
-        if not self._any_rank(bool(sums)):
+        if not self._any_rank(bool(hows)):
             return {}
         count = -self.largest(-min(batch_size_of(batch) or 1, MOST_PARTS))  # as many as each rank has samples for
         found = (self._all_results([split(copied_batch(batch), count)[0]], count) if count > 2 else None) or []
         logs = [one.logs for one in found]
-        made = {key: sum(each[key] for each in logs) for key in sums if logs and all(key in each for each in logs)}
-        return {key: number for key, number in made.items() if not is_same(sums[key], number, dtype)}
+        common = [key for key in hows if logs and all(key in each for each in logs)]
+        made = {key: float(REDUCTIONS[hows[key]]([each[key] for each in logs])) for key in common}
+        return {key: number for key, number in made.items() if not is_same(full[key], number, dtype)}
 
     def _all_results(self, partitions: Sequence[Sequence[Any]], count: int) -> list[_Result] | None:
         """The results of ``_results`` with all numbers that each part leaves."""
@@ -418,7 +425,7 @@ def _numbers(logs: LogCapture, arguments: Mapping[Argument, float]) -> dict[Numb
     entries = [(key, entry) for key, entry in keyed(logs.entries()) if entry.metric is None and entry.origin is None]
     found: list[tuple[NumberKey, float]] = [(key, entry.values[0]) for key, entry in entries]
     found += [(size_of(key), float(size)) for key, entry in keyed(logs.entries()) for size in entry.sizes if size]
-    return {key: number for key, number in (*found, *arguments.items()) if math.isfinite(number)}
+    return {key: number for key, number in (*found, *arguments.items()) if is_known(number)}
 
 
 def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:

@@ -83,13 +83,13 @@ def layer_seconds(
     forward, backward = max(device, starts) + waited, max(device_backward, 2.0 * starts) + waited
     waits = forward - device + backward - device_backward
     weights = linear * backward / device_backward if device_backward else 0.0
-    again = 0.0
+    again = layer.again * forward
     if layer.repeats and layout.forwards:
-        again = max(device - not_repeated, starts) + waited
+        again += max(device - not_repeated, starts) + waited
         waits += max(0.0, starts - device + not_repeated) + waited
     elif layer.repeats and layout.repeats_cheap:
         dropped = 1.0 - layer.selective_saved / layer.saved if layer.saved else 0.0
-        again = dropped * (around + _REPEATED_PRODUCTS * linear)
+        again += dropped * (around + _REPEATED_PRODUCTS * linear)
         again += 0.0 if layout.fused_attention else attention + scores
     return LayerSeconds(forward, backward, again, waits, weights)
 

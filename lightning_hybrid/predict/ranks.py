@@ -60,7 +60,7 @@ class RankMemory:
     """Bytes that one rank, or one of its stages, holds."""
 
     parameters: int  # between steps
-    gradients: int  # between the backward and the optimizer's step
+    gradients: int  # between the backward and the optimizer's step; between steps that call these themselves
     optimizer_states: int | None  # after the first step; None if unknown
     activations: int | None  # saved for the backwards of all microbatches in flight; None if the step is not recorded
     gathered: int = 0  # by ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet

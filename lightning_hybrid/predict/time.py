@@ -119,7 +119,7 @@ class StepModel:
             "recomputation": seconds.again,
             "kernel starts": seconds.kernel_starts,
         }
-        passes = 2 + (layout.forwards if layer.repeats else 0)
+        passes = 2 + (layout.forwards if layer.repeats else 0) + layer.again
         size = layer.outputs * layout.microbatch * self.format.activation / layout_of_layer(layer, layout).context
         if layer.reductions and layout.tensor > 1:
             one = all_reduce_seconds(size, self.tensor_group, self.hardware, self.waited)
@@ -152,7 +152,7 @@ class StepModel:
         one = gather_seconds(size, self.context_group, self.hardware, self.waited)
         return self.beside(3.0 * one, computed)
 
-    def spatial_seconds(self, layer: LayerCosts, passes: int) -> float:
+    def spatial_seconds(self, layer: LayerCosts, passes: float) -> float:
         """Seconds of the rows at borders, and of the sums of statistics and of gradients, which the layer waits for.
 
         The backward of a convolution fetches the rows again, and sends back their gradients.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -79,6 +79,29 @@ def _new_bytes(value: Any, device: torch.device, seen: set[int]) -> int:
     return size
 
 
+def _allocations(tree: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """When memory was allocated, or released that was allocated in this profile, and how many bytes.
+
+    The profiler also reports releases of earlier memory, at addresses that another profile has seen; with the size of
+    that time.
+    """
+    found, events = [], list(tree)
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    held: set[int] = set()
+    for when, address, nbytes in sorted(found):
+        if nbytes > 0:
+            held.add(address)
+        elif address in held:
+            held.remove(address)
+        else:
+            continue
+        yield when, nbytes
+
+
 class PeakMeter:
     """Measures the peak of the memory of tensors between two calls.
 
@@ -118,8 +141,7 @@ class PeakMeter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         profile = self.close()
-        events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-        changes = [(event.start_ns(), event.nbytes()) for event in events] + self._released
+        changes = [*_allocations(profile.kineto_results.experimental_event_tree()), *self._released]
         used = peak = 0
         for _, nbytes in sorted(changes, key=itemgetter(0)):
             used += nbytes

@@ -40,7 +40,7 @@ from lightning_hybrid.predict.costs.layers import Routing
 from lightning_hybrid.step.objects.modules import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.step.recording.layers import UnitKinds
-from lightning_hybrid.step.standins.counts import CostCounter, active_counter
+from lightning_hybrid.step.standins.counts import CostCounter, Totals, active_counter
 from lightning_hybrid.step.standins.kernels import NO_FAKE_KERNEL, run_on_real_values
 from lightning_hybrid.step.standins.tensors import make_absent
 
@@ -110,7 +110,7 @@ class ExpertCosts:
     def _run_stacked(
         self, fqn: str, module: nn.Module, adapter: ExpertsAdapter, forward: Forward, call: Call, counter: CostCounter
     ) -> Any:
-        flops, step_flops, _ = totals = counter.totals()
+        totals = counter.totals()
         is_static, out = _attempt(forward, call, counter)
         if not is_static:
             counter.reset_to(totals)
@@ -119,9 +119,10 @@ class ExpertCosts:
             except Exception:  # it is no MLP of one or two products
                 counter.reset_to(totals)
                 out = forward(*call[0], **call[1])
-        found = self._add_stacked(fqn, module, adapter, call, counter.flops - flops)
+        found = self._add_stacked(fqn, module, adapter, call, counter.flops - totals.flops)
         factor = 3.0 if torch.is_grad_enabled() else 1.0
-        counter.reset_to((flops + found.flops, step_flops + factor * found.flops, counter.moved_bytes))
+        moved, again = counter.moved_bytes - totals.moved_bytes, found.flops * counter.num_repeats
+        counter.reset_to(totals.plus(Totals(found.flops, factor * found.flops, moved, again)))
         return out
 
     def _run_list(

@@ -88,6 +88,7 @@ class LayerCosts:
     float32_saved: float = 0.0  # elements saved in 32 bits besides ``saved``, such as logits of a loss
     loss_saved: float = 0.0  # the part of ``saved`` that a loss over classes saves; a loss in chunks saves none
     peak_only: float = 0.0  # elements held in 32 bits during the layer's backward alone, in each of two gradients
+    again: float = 0.0  # share of its forward that checkpoints of the user's code run again in the backward
     # whether the backward may run its forward again; that of layers, not of an embedding or a loss
     repeats: bool = True
     # whether each context rank computes all positions of it, as the strategies do of an embedding and of a loss: of

@@ -84,7 +84,8 @@ class RecordedStep:
         routings = [each for node in group.nodes for each in self.routings.get(node.unit, ())]
         routed = {parameter for each in routings for parameter in each.parameters}
         dense = {parameter: shape for parameter, shape in matrices.items() if parameter not in routed}
-        flops = max(0.0, sum(node.flops for node in group.nodes) - sum(each.flops for each in routings)) / samples
+        all_flops = sum(node.flops for node in group.nodes)
+        flops = max(0.0, all_flops - sum(each.flops for each in routings)) / samples
         products = products_of_layer(dense, flops, _rows(group, graph, samples), self.sharded)
         sharded = [product for product in products if product.has_weight and product.sharded]
         new = {value for node in group.nodes for value in node.saved_values} - counted
@@ -117,6 +118,7 @@ class RecordedStep:
             kernels=kernels(len(matrices), len(used) - len(matrices)),
             routed_tokens=sum(each.rows for each in routings) / samples,
             waits_for_rows=bool(routings),
+            again=sum(node.repeated_flops for node in group.nodes) / all_flops if all_flops else 0.0,
             maps=tuple(self._maps(group)),
             has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
         )

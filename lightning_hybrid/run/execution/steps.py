@@ -333,7 +333,8 @@ class StepExecution(OwnedByRun):
     def _log(self, call: Call, result: StepResult) -> None:
         """Log once what the microbatches of a step have logged."""
         module, mesh = self.setting.module, self.setting.world.mesh
-        shared = Shared(result.digest, ("cp", "tp") if self.run.is_pipelined else ("pp", "cp", "tp"))
+        axes = ("cp", "tp") if self.run.is_pipelined else ("pp", "cp", "tp")
+        shared = Shared(result.digest, axes, result.output if call.is_manual else result.loss)
         if call.trains:
             log_for_all(module, result.logs, mesh, shared, skipped=not call.is_manual and result.loss is None)
         else:
@@ -344,8 +345,7 @@ class StepExecution(OwnedByRun):
         run = self.run
         if run.partitioned is None:
             return self._plain_step(name, args)
-        call = self.call(name, args, Backwards())
-        result = self._run(call)
+        result = self._run(call := self.call(name, args, Backwards()))
         self._log(call, result)
         save_checkpoints(self.setting.module)
         return result.output
@@ -378,7 +378,7 @@ class StepExecution(OwnedByRun):
             log_for_replica(module, logged, mesh, Shared())
             return output
         skipped = module.automatic_optimization and output is None
-        finish = begin_logs(module, logged, mesh, Shared(), skipped=skipped)
+        finish = begin_logs(module, logged, mesh, Shared(output=output), skipped=skipped)
         if module.automatic_optimization and not skipped and not setting.trainer.fit_loop._skip_backward:
             self._finish_logs = finish  # after the backward, which hides the reduction
         else:

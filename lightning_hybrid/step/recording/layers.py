@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.step_graph import SizedBy
 from lightning_hybrid.step.module_state.snapshots import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.counts import CostCounter, SavedTensors
+from lightning_hybrid.step.standins.counts import CostCounter, SavedTensors, Totals
 from lightning_hybrid.step.standins.tensors import make_absent
 from lightning_hybrid.step.tracing.refusals import refuse_transforms
 
@@ -134,9 +134,7 @@ class _CachedResult(NamedTuple):
 
     leaves: tuple[tuple[int | None, FakeTensor | None, Any], ...]
     spec: Any
-    flops: float
-    step_flops: float
-    moved_bytes: float
+    counted: Totals
     saved: SavedTensors
     drawing: tuple[str, ...]
     sized_by: SizedBy
@@ -165,9 +163,7 @@ class UnitDeduplicator:
         if cached is None:
             return self._run_and_cache(key, fqn, unit, leaves, execute)
         self.reused = True
-        self._costs.flops += cached.flops
-        self._costs.step_flops += cached.step_flops
-        self._costs.moved_bytes += cached.moved_bytes
+        self._costs.reset_to(self._costs.totals().plus(cached.counted))
         self._costs.saved = cached.saved
         self._costs.drawing.update((fqn + relative, None) for relative in cached.drawing)
         made: dict[int, Tensor] = {}  # a tensor may occur twice
@@ -185,8 +181,7 @@ class UnitDeduplicator:
     ) -> tuple[Any, SizedBy]:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        flops, moved, drawn = self._costs.flops, self._costs.moved_bytes, set(self._costs.drawing)
-        step_flops = self._costs.step_flops
+        before, drawn = self._costs.totals(), set(self._costs.drawing)
         captured = self._costs.captured_reads
         out, sized_by = execute()
         self._costs.count_saved(leaves, out)
@@ -203,9 +198,7 @@ class UnitDeduplicator:
             self._cache[key] = _CachedResult(
                 tuple(description for description in described if description is not None),
                 out_spec,
-                self._costs.flops - flops,
-                self._costs.step_flops - step_flops,
-                self._costs.moved_bytes - moved,
+                self._costs.totals().since(before),
                 self._costs.saved,
                 tuple(name[len(fqn) :] for name in drawing),
                 sized_by,

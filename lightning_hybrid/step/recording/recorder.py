@@ -32,7 +32,7 @@ from lightning_hybrid.step.recording.reads import (
     values_behind_numbers,
 )
 from lightning_hybrid.step.recording.units import CapturedInputs
-from lightning_hybrid.step.standins.counts import CostCounter, SavedTensors
+from lightning_hybrid.step.standins.counts import CostCounter, SavedTensors, Totals
 from lightning_hybrid.step.standins.kernels import NO_FAKE_KERNEL, run_on_stand_ins
 from lightning_hybrid.step.standins.tensors import make_absent
 from lightning_hybrid.step.tracing.metrics import MetricDryRun
@@ -129,7 +129,7 @@ class Recorder(StepMode):
             return check_backward_call(user_line(), is_replayed=self.guesses is None)
         through = self._differentiated_nodes(args, kwargs) if name == "grad" else ()
         versions = [tensor._version for tensor in tensors]
-        flops, step_flops, moved = self._costs.flops, self._costs.step_flops, self._costs.moved_bytes
+        before = self._costs.totals()
         with self.captured.watching(unit, tensors, owned):
             if unit is not None and self._deduplicator is not None:
                 arguments = unit, self.units[unit], leaves[:num_arguments], spec
@@ -146,15 +146,14 @@ class Recorder(StepMode):
         described, out_spec = self._describe_result(out, leaves, dynamic)
         paths = tuple(location for location, _ in attributes)
         self._templates.append(Template(described, out_spec, written, paths, signature))
+        counted = self._costs.totals().since(before)
+        is_checkpointed = bool(self.checkpoint_depth and unit is not None and not paths)
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
         node = Node(
             *(len(self._nodes), name, inputs, parameters, tuple(dict.fromkeys(outputs)), written_names, aliases),
             reads=self._sizes.reads_of(leaves, marks, values_behind_numbers(leaves, self.numbers_read)),
             together=through,
-            flops=self._costs.flops - flops,
-            step_flops=self._costs.step_flops - step_flops,
-            moved_bytes=self._costs.moved_bytes - moved,
-            **self._saved(leaves, out, is_checkpointed=bool(self.checkpoint_depth and unit is not None and not paths)),
+            **self._costs_of(counted, leaves, out, is_checkpointed=is_checkpointed),
             line=user_line(),
             selects_rows=selects_rows(name, args),
             sized_by=sized_by,
@@ -165,13 +164,14 @@ class Recorder(StepMode):
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
         return out
 
-    def _saved(self, inputs: list[Any], out: Any, *, is_checkpointed: bool) -> dict[str, Any]:
-        """What the latest operation saves; a unit that the user's glue checkpoints saves its inputs."""
-        if is_checkpointed:
-            given = tuple(position for position, leaf in enumerate(inputs) if isinstance(leaf, Tensor))
-            return {"saved_values": self._values_saved(SavedTensors(inputs=given), inputs, out)}
+    def _costs_of(self, counted: Totals, inputs: list[Any], out: Any, *, is_checkpointed: bool) -> dict[str, Any]:
+        """The latest operation's costs; a unit that the user's glue checkpoints saves its inputs, and runs again."""
         saved = self._costs.saved
-        return {"saved_bytes": saved.inner_bytes, "saved_values": self._values_saved(saved, inputs, out)}
+        if is_checkpointed:
+            saved = SavedTensors(inputs=tuple(n for n, leaf in enumerate(inputs) if isinstance(leaf, Tensor)))
+            counted = counted._replace(repeated_flops=counted.repeated_flops + counted.flops)
+        values = self._values_saved(saved, inputs, out)
+        return {**counted._asdict(), "saved_bytes": saved.inner_bytes, "saved_values": values}
 
     def _values_saved(self, saved: SavedTensors, inputs: list[Any], out: Any) -> tuple[int, ...]:
         """The values whose memory an operation saves, each by the first value that has it."""

@@ -141,6 +141,23 @@ def _positions(leaves: Sequence[Any], storages: dict[int, int]) -> dict[int, int
     return found
 
 
+class Totals(NamedTuple):
+    """What a counter has counted so far, or one operation."""
+
+    flops: float = 0.0  # of the forward
+    step_flops: float = 0.0  # of the forward, and of the backward without what it runs again
+    moved_bytes: float = 0.0  # written
+    repeated_flops: float = 0.0  # of the forward that checkpoints of the user's code run again in the backward
+
+    def since(self, earlier: Totals) -> Totals:
+        """Return what was counted after ``earlier``."""
+        return Totals(*(now - before for now, before in zip(self, earlier, strict=True)))
+
+    def plus(self, other: Totals) -> Totals:
+        """Return what was counted here and there."""
+        return Totals(*(one + more for one, more in zip(self, other, strict=True)))
+
+
 class CostCounter(TorchDispatchMode):
     """Counts the cost of every kernel of a recording, inside units too.
 
@@ -150,6 +167,8 @@ class CostCounter(TorchDispatchMode):
         step_flops: Those of a training step so far, all by torch's formulas: of the kernels, and of what differentiates
             them.
         moved_bytes: Bytes written so far.
+        repeated_flops: Those of the forward that checkpoints of the user's code run again in the backward, so far.
+        num_repeats: The number of checkpoints of the user's code that are running.
         drawing: FQNs of the modules whose own code ran a random kernel, in order.
         has_dynamic_shapes: Whether a kernel ran whose result has a shape that depends on values.
         captured_reads: The number of captured inputs that kernels have read.
@@ -159,8 +178,9 @@ class CostCounter(TorchDispatchMode):
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
         limit_kernel_cache()
-        self.flops = self.step_flops = 0.0
+        self.flops = self.step_flops = self.repeated_flops = 0.0
         self.moved_bytes = 0.0
+        self.num_repeats = 0
         self.drawing: dict[str, None] = {}
         self.has_dynamic_shapes = False
         self._on_kernel_arguments: Callable[[Any], int] | None = None
@@ -170,6 +190,15 @@ class CostCounter(TorchDispatchMode):
         self._names = {id(module): name for name, module in root.named_modules()}
         self._stack = [""]
         self._kernel_traits: dict[Any, tuple[bool, bool]] = {}
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Count what runs inside as run again in the backward."""
+        self.num_repeats += 1
+        try:
+            yield
+        finally:
+            self.num_repeats -= 1
 
     @contextlib.contextmanager
     def shapes_apart(self) -> Iterator[None]:
@@ -216,7 +245,9 @@ class CostCounter(TorchDispatchMode):
         if may_draw and _draws(func, args, kwargs):
             self.drawing[self._stack[-1]] = None
         forward, backward = flops_of_kernel(func, args, kwargs, out)
-        self.flops += forward * _computed_share(func, args, kwargs) if forward else 0.0
+        computed = forward * _computed_share(func, args, kwargs) if forward else 0.0
+        self.flops += computed
+        self.repeated_flops += computed * self.num_repeats
         self.step_flops += forward + backward
         if not is_view:
             for made in out if isinstance(out, tuple | list) else (out,):
@@ -224,13 +255,13 @@ class CostCounter(TorchDispatchMode):
                     self.moved_bytes += made.numel() * made.element_size()
         return out
 
-    def totals(self) -> tuple[float, float, float]:
-        """Return FLOPs of the forward and of the step, and bytes written, so far."""
-        return self.flops, self.step_flops, self.moved_bytes
+    def totals(self) -> Totals:
+        """Return what was counted so far."""
+        return Totals(self.flops, self.step_flops, self.moved_bytes, self.repeated_flops)
 
-    def reset_to(self, totals: tuple[float, float, float]) -> None:
+    def reset_to(self, totals: Totals) -> None:
         """Count as if nothing had run since `totals` returned these, such as what failed and runs again."""
-        self.flops, self.step_flops, self.moved_bytes = totals
+        self.flops, self.step_flops, self.moved_bytes, self.repeated_flops = totals
 
     def count_saved(self, inputs: Sequence[Any], out: Any) -> None:
         """Find what an operation saves, whose arguments have the leaves ``inputs``, and whose result is ``out``."""
@@ -285,8 +316,6 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_efficient_attention,
     _ATEN._scaled_dot_product_cudnn_attention,
 }
-
-
 # Kernels of recurrent layers, for which torch has no formula: all positions of a layer, or of several.
 _RECURRENT = {_ATEN.mkldnn_rnn_layer, _ATEN._cudnn_rnn}
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import ReplacedAll, replaced, replaced_forwards
 from lightning_hybrid.randomness.keyed import KeyedRandomness
+from lightning_hybrid.step.standins.counts import active_counter
 from lightning_hybrid.step.standins.kernels import slow_attention
 from lightning_hybrid.step.tracing.asides import emit_side_outputs, with_side_outputs
 from lightning_hybrid.step.tracing.compiled import compiled_forward
@@ -151,11 +152,13 @@ def patched_checkpointing(
     def without_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         watch = current.glue
         if watch is None:
-            return generator(again(randomness.again(fn)), *args, **kwargs)
+            return _counted(generator(again(randomness.again(fn)), *args, **kwargs))
         return _checkpoint_each_unit(watch)
 
     def reentrant(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         watch = current.glue
+        if watch is None and active_counter() is not None:
+            return _recorded(fn, args)
         if watch is None:
             return function.apply(_plain_then_rerun(fn, again(randomness.again(fn))), preserve, *args)
         with watch.checkpointing():
@@ -172,6 +175,21 @@ def _checkpoint_each_unit(watch: StepMode) -> Iterator[None]:
     """Replaces torch's generator: it yields once, around the run of the function."""
     with watch.checkpointing():
         yield
+
+
+def _counted(generator: Iterator[None]) -> Iterator[None]:
+    """The generator of a checkpoint, whose function counts as run again where it is recorded."""
+    counter = active_counter()
+    with contextlib.nullcontext() if counter is None else counter.repeating():
+        yield from generator
+
+
+def _recorded(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run the function of a reentrant checkpoint so that its backward is counted, which autograd does not see."""
+    if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False)
+    with torch.no_grad():  # it gives no gradients
+        return fn(*args)
 
 
 def _plain_then_rerun(fn: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.batch.merge import REDUCTIONS
 from lightning_hybrid.batch.split import batch_size_of
-from lightning_hybrid.collectives.agreement import RANKS, batches_differ
+from lightning_hybrid.collectives.agreement import RANKS, batches_differ, losses_differ
 from lightning_hybrid.collectives.objects import gather_on_all
 from lightning_hybrid.errors import BackwardStepError, RanksDisagree
 from lightning_hybrid.mesh import Mesh
@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.recording.kept import RecordedCall
 from lightning_hybrid.step.standins.numbers import is_known
+from lightning_hybrid.step.tracing.recording import find_loss
 
 
 def silence_sync_dist_advice() -> Callable[[], None]:
@@ -40,6 +41,7 @@ class Shared(NamedTuple):
 
     digest: int = 0  # of the batch
     axes: tuple[str, ...] = ("cp", "tp")  # of the mesh, whose ranks have not compared it yet
+    output: Any = None  # of a training step: its loss, or a dict with one
 
 
 def log_for_all(
@@ -116,7 +118,7 @@ def begin_logs(
 
 
 def _start_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh, shared: Shared) -> Callable[[], None]:
-    """Start to compare batches and logged keys of ranks that compute the same; return a function that waits.
+    """Start to compare batches, losses and logged keys of ranks that compute the same; return a function that waits.
 
     Stages compare theirs when they exchange what was logged.
     """
@@ -124,14 +126,22 @@ def _start_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh, shared:
     if not axes:
         return lambda: None
     keys = float(zlib.crc32("|".join(entry.name for entry, _ in logged).encode()))
-    local = torch.tensor([shared.digest, keys], dtype=torch.float64, device=mesh.device_mesh.device_type)
+    local = torch.tensor([shared.digest, keys, 0, 0], dtype=torch.float64, device=mesh.device_mesh.device_type)
+    accuracy = 0.0
+    if type(loss := find_loss(shared.output)) is torch.Tensor and loss.is_floating_point() and loss.numel() == 1:
+        local[2], local[3], accuracy = 1, loss.detach().reshape(()), _ROUNDINGS * torch.finfo(loss.dtype).eps
     gathered = {axis: start_all_gather(local, mesh.group(axis)) for axis in axes}
 
     def wait() -> None:
         for axis, rows in gathered.items():
-            batches, all_keys = torch.stack(rows()).T.tolist()
+            batches, all_keys, exist, losses = torch.stack(rows()).T.tolist()
             if len(set(batches)) > 1:
                 raise batches_differ(batches, RANKS[axis])
+            near = (math.isclose(loss, losses[0], rel_tol=_LOSS_TOLERANCE, abs_tol=accuracy) for loss in losses)
+            if len(set(exist)) > 1 or not (all(near) or all(map(math.isnan, losses))):
+                raise losses_differ(
+                    [loss if exists else None for exists, loss in zip(exist, losses, strict=True)], RANKS[axis]
+                )
             if len(set(all_keys)) > 1:
                 raise RanksDisagree(
                     f"the {mesh.size(axis)} {RANKS[axis]} ranks of one replica log different keys; this one logs"
@@ -263,6 +273,8 @@ class _Exchange:
 
 
 _HEADER, _SENT = 5, 123  # numbers
+# Kernels may round differently on ranks that compute the same loss, more so where its terms cancel.
+_LOSS_TOLERANCE, _ROUNDINGS = 1e-2, 16
 
 
 def _reduce_differing_keys(module: pl.LightningModule, local: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:

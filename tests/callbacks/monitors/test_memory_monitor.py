@@ -98,6 +98,18 @@ def test_released_memory_of_several_tensors_counts_once():
     assert meter.stop(2**20) == pytest.approx(held.nbytes, abs=2**12)
 
 
+def test_releases_of_memory_of_earlier_measurements_do_not_count():
+    """Torch's profiler reports these, with the sizes that their addresses had."""
+    first, second = PeakMeter(torch.device("cpu")), PeakMeter(torch.device("cpu"))
+    first.start()
+    earlier, gradient = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(2**18, dtype=torch.uint8)
+    assert first.stop(0) == pytest.approx(2**20 + 2**18, abs=2**12)
+    second.start([gradient])
+    del earlier, gradient
+    held = torch.zeros(2**22, dtype=torch.uint8)
+    assert second.stop(2**18) == pytest.approx(held.nbytes, abs=2**12)
+
+
 @pytest.mark.parametrize("options", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}], ids=str)
 def test_each_rank_holds_what_is_predicted(worlds, tmp_path, options):
     ranks, seen = worlds.run(2, on_rank, 2, options, str(tmp_path))[0]

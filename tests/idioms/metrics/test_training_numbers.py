@@ -105,6 +105,20 @@ class AboveMean(Logs):
         return F.cross_entropy(out, batch[1])
 
 
+class OfFewParts(Logs):
+    """Halves of its first batch have as many classes as the batch; single samples have one, and no mean of others."""
+
+    def training_step(self, batch):
+        x, y = batch
+        out = self.body(x)
+        self.log("classes", float(y.unique().numel()))
+        self.log("of a class", out[y == 3].mean())
+        self.log("largest", out.max())
+        self.log("smallest", out.min())
+        self.log("labels", float((y >= 0).sum()))
+        return F.cross_entropy(out, y)
+
+
 class Meets(Logs):
     """Replicas meet in the step; only the first one's sums are whole numbers."""
 
@@ -180,6 +194,23 @@ def warned(world, options):
 def test_a_count_that_mixes_samples_is_named(worlds, options):
     [text] = worlds.run(len(options), warned, len(options), options)[0]
     assert text.startswith("training_step logs 'above'")
+
+
+def named_of_few_parts(world, options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        generator = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.randn(16, 4, generator=generator).double(), torch.arange(16) % CLASSES)
+        module = OfFewParts()
+        trainer_of(world, strategy_options=options).fit(module, DataLoader(data, 8))
+    texts = [str(each.message) for each in caught if " over parts of it" in str(each.message)]
+    return sorted(text.split("'")[1] for text in texts), [found["largest"] for found in module.found]
+
+
+def test_numbers_that_few_parts_give_by_chance_are_named(worlds):
+    [(_, expected)] = worlds.run(1, named_of_few_parts, 1, {})
+    [(named, largest)] = worlds.run(1, named_of_few_parts, 1, {"num_microbatches": 2})
+    assert named == ["classes", "of a class"] and largest == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
