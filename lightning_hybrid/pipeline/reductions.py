@@ -15,6 +15,7 @@ from lightning_hybrid.pipeline.logs import Key, NumberKey
 # Relative differences of losses that rounding may cause, by dtype.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
+_NEARER = 10.0  # times, that the largest or least of parts must be nearer to a number than their mean or sum
 
 
 def rounded_as(loss: Tensor) -> torch.dtype:
@@ -79,7 +80,7 @@ def nearest_reductions(
 
 
 def nearest_number(key: NumberKey, logged: Mean, weights: list[list[float]]) -> tuple[NumberKey, float, float, str]:
-    """A number that parts do not give, what they make nearest to it, and how; a metric takes means."""
+    """A number that parts do not give, what is taken for it, and how; a metric takes means."""
 
     def number(how: str, parts: Sequence[float], of: Sequence[float]) -> float:
         if how in REDUCTIONS:
@@ -90,7 +91,9 @@ def nearest_number(key: NumberKey, logged: Mean, weights: list[list[float]]) -> 
         pairs = zip(logged.parts, weights, strict=True)
         return max(abs(number(how, parts, of) - logged.full) for parts, of in pairs)
 
-    how = "mean" if isinstance(key, Argument) else min(("mean", *REDUCTIONS), key=error)
+    how, extreme = min(("mean", "sum"), key=error), min(("max", "min"), key=error)
+    how = extreme if _NEARER * error(extreme) < error(how) else how
+    how = "mean" if isinstance(key, Argument) else how
     return key, logged.full, number(how, logged.parts[0], weights[0]), how
 
 

@@ -130,7 +130,7 @@ def joined(pieces: Sequence[Piece], batches: Sequence[Any]) -> list[Piece]:
 
 
 def logged_sizes(batches: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes by which Lightning weighs what steps log: of an ambiguous batch that of its first tensor."""
+    """The sizes by which Lightning weighs logged numbers; where a batch has several, its first tensor tells."""
     if sizes := known_sizes(batches):
         return sizes
     firsts = [next(iter(tensors_inside(batch)), None) for batch in batches]
