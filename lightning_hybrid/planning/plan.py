@@ -361,11 +361,12 @@ def _own_world() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(lightning: ModuleType) -> Iterator[None]:
-    """Leave out what Lightning says about a run that will not take place."""
+    """Leave out what Lightning says about a run that will not take place, and the warning of what is refused here."""
     logger = lightning.utilities.rank_zero.rank_zero_module.log
     level = logger.level
     logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sharded instead of")
         warnings.filterwarnings("ignore", module=rf"{lightning.__name__.partition('.')[0]}\.")
         try:
             yield

@@ -20,7 +20,6 @@ from lightning_hybrid.batch.split import (
 )
 from lightning_hybrid.errors import BatchError
 from lightning_hybrid.randomness.generators import GeneratorStates
-from lightning_hybrid.step.objects.pytree import tensors_inside
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 
@@ -83,8 +82,7 @@ class Pieces:
         """The microbatches of the replicas' batches in the step ``name`` after training batch ``number``."""
         data_split, pieces, is_training = self._data_split, list[Piece](), name == "training_step"
         sizes = () if is_training else logged_sizes(batches)  # in training replicas weigh the same, as under DDP
-        is_known = len(sizes) == len(batches)
-        weights_of_replicas = [s / sum(sizes) for s in sizes] if is_known else [1 / len(batches)] * len(batches)
+        weights_of_replicas = [size / sum(sizes) for size in sizes] or [1 / len(batches)] * len(batches)
         for replica, (batch, of_replica) in enumerate(zip(batches, weights_of_replicas, strict=True)):
             count, ranks = self._count(name, batch, number)
             parts, weights = split(batch, count, data_split.splitter) if count else ([batch], [1.0])
@@ -130,11 +128,14 @@ def joined(pieces: Sequence[Piece], batches: Sequence[Any]) -> list[Piece]:
 
 
 def logged_sizes(batches: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes by which Lightning weighs logged numbers; where a batch has several, its first tensor tells."""
+    """The sizes by which Lightning weighs logged numbers, also of batches with several; none if one has none."""
     if sizes := known_sizes(batches):
         return sizes
-    firsts = [next(iter(tensors_inside(batch)), None) for batch in batches]
-    return tuple(len(first) if first.dim() else 1 for first in firsts if first is not None)
+    extract = importlib.import_module("lightning.pytorch.utilities.data").extract_batch_size
+    try:
+        return tuple(map(extract, batches))
+    except Exception:  # nothing in it has a size
+        return ()
 
 
 def known_sizes(batches: Sequence[Any]) -> tuple[int, ...]:

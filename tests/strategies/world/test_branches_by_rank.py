@@ -70,7 +70,7 @@ NAMES = {id(UNSTAGED): "unstaged", id(LAYERWISE): "layerwise", id(TENSOR): "tens
         (UNSTAGED, "scaled", 1, True),
         (LAYERWISE, "none", 0, False),
         (LAYERWISE, "other", 1, False),
-        (TENSOR, "scaled", 0, False),
+        (TENSOR, "scaled", 1, False),
         (TENSOR, "other", 3, False),
         (TENSOR, "scaled", 1, True),
         (MICROBATCHES, "scaled", 0, False),
