@@ -10,6 +10,7 @@ be the sum of the microbatches' (``count.clamp(min=1)``).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ from lightning_hybrid.batch.split import (
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.host_copies import read_numbers
 from lightning_hybrid.pipeline.full_batch import differ
-from lightning_hybrid.pipeline.logs import Entry, LogCapture, keyed
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed
 from lightning_hybrid.pipeline.measure import LossWeighting
 from lightning_hybrid.pipeline.reductions import is_same, rounded_as
 from lightning_hybrid.pipeline.stages.plan import StagePlan, TraceVariant
@@ -67,6 +68,7 @@ class ComparedLoss(NamedTuple):
     by_means: float  # with the weights of recorded means
     by_samples: float  # all of it weighted by samples
     dtype: torch.dtype  # the dtype in which the losses were rounded
+    logged: frozenset[Key]  # what is logged, and is that of the batch with the weights of recorded means
 
     def agrees(self, other: float) -> bool:
         """Whether a loss of the microbatches equals the batch's."""
@@ -188,8 +190,9 @@ class LossMeanWeights:
         """
         shares = self.of(call, given) or [{} for _ in given.parts]
         root, names, totals = self._plan.root, self._plan.names(), [0.0, 0.0]
+        logs, means = LogCapture(1), LogCapture(len(given))
         with undone_runs(root, self._plan.randomness) as runs:
-            with torch.no_grad(), call.context(), LogCapture(1).microbatch(root, 0):
+            with torch.no_grad(), call.context(), logs.microbatch(root, 0):
                 full = find_loss(call.on(copied_batch(given.batch))())
                 dtype = rounded_as(full)
             if not runs.undo():
@@ -200,12 +203,16 @@ class LossMeanWeights:
                 replay = _as_one_stage(variant, self._plan)
                 losses = list[float]()
                 for of_means in (shares[index], {}) if shares[index] else ({},):
-                    with call.dry_run(self._plan, [replay], index) as current:
+                    captured = nullcontext() if losses else means.microbatch(root, index)
+                    with call.dry_run(self._plan, [replay], index) as current, captured:
                         run = replay.run(call.on(copied_batch(part)), {}, names, current, of_means)
                     losses.append(weight * float(run.made[variant.loss].detach()))
                     runs.undo()
                 totals = [totals[0] + losses[0], totals[1] + losses[-1]]
-        return ComparedLoss(float(full), totals[0], totals[1], dtype)
+        logged = {key: entry.values[0] for key, entry in keyed(logs.entries())}
+        joined = {key: entry.combine(given.weights, given.sizes) for key, entry in keyed(means.entries())}
+        same = frozenset(key for key in logged.keys() & joined.keys() if is_same(logged[key], joined[key], dtype))
+        return ComparedLoss(float(full), totals[0], totals[1], dtype, same)
 
     def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
         """Whether microbatches run different operations, and some average over a data-dependent count."""

@@ -207,12 +207,14 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
     weighs_terms = uses_means and runner.has_weighted_means  # recorded means weigh each term of the loss
     if found.counts or not weighs_terms:
         found = weighed
+    # Weighted by recorded means these are the batch's; the comparison above weighs parts by samples or by one count.
+    means = frozenset.intersection(*(each.logged for each in compared)) if compared and uses_means else frozenset()
     keys = found.keys | {key for key in measured.keys if isinstance(key, Argument)}
     found = found._replace(
         keys=keys,
         reductions=measured.reductions,
-        unexplained=measured.unexplained,
-        nearest=measured.nearest,
+        unexplained=tuple(each for each in measured.unexplained if each[0] not in means),
+        nearest=tuple(each for each in measured.nearest if each[0] not in means),
         scaled=measured.scaled,
     )
     return found, uses_means, not had_no_room

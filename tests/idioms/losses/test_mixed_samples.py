@@ -147,3 +147,32 @@ class NeedsMemory(Straight):
 def test_stages_warn_if_the_loss_is_no_mean(worlds, module, count):
     first, second = worlds.run(2, warned, module, PP)
     assert len(first[1]) == count and second[1] == [], first[1]
+
+
+class ClassWeights(Straight):
+    """A mean over class weights, which are no count in the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(FEATURES, 3)
+        self.register_buffer("weight", torch.tensor([0.5, 1.0, 20.0]))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        labels = (y[:, 0] > 0).long() + (y[:, 0] > 0.6).long()
+        loss = F.cross_entropy(self.head(self.body(x)), labels, weight=self.weight)
+        self.log("loss", loss)
+        return loss
+
+
+def logged_with_warnings(options):
+    torch.manual_seed(0)
+    trainer = trainer_of(2, 2, strategy_options=options, precision="64-true", max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(ClassWeights(), regression_data()["train_dataloaders"])
+    return [str(warning.message) for warning in caught if "logs 'loss'" in str(warning.message)]
+
+
+def test_logged_means_of_recorded_weights_are_not_warned_of(worlds):
+    assert worlds.run(2, logged_with_warnings, {"num_microbatches": 4}) == [[], []]
