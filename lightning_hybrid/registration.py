@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any, get_args
 
@@ -69,22 +69,37 @@ def _build(**options: Any) -> Any:
 
 
 def _with_names(init: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Let Lightning's errors of an unknown strategy or precision, which list every name, name the nearest of ours."""
+    """Let Lightning's errors of an unknown strategy, plugin or precision end with what was meant of this package."""
     try:
         init(*arguments, **options)
-    except ValueError as error:
-        strategy, precision = options.get("strategy"), options.get("precision")
-        if isinstance(strategy, str) and f"strategy={strategy!r}" in str(error) and _nearest(strategy, _NAMES):
-            text = (
-                f"names of lightning_hybrid are {', '.join(_NAMES)}; other options are arguments:"
-                f" strategy=Hybrid3DStrategy(pipeline_parallel_size=2){_nearest(strategy, _NAMES)}"
-            )
-            add_error_note(error, wrapped(text))
-        if f"Precision {precision!r} is invalid" in str(error) and _is_ours(strategy):
-            names = get_args(importlib.import_module("lightning_hybrid.precision.hybrid").PrecisionName)
-            text = f"set precision to one of {', '.join(names)}{_nearest(str(precision), names)}"
+    except Exception as error:
+        if text := _meant(str(error), options):
             add_error_note(error, wrapped(text))
         raise
+
+
+def _meant(message: str, options: Mapping[str, Any]) -> str:
+    """What to write instead of the arguments of a Trainer that fail with a message; "" if they are not about us."""
+    strategy, precision = options.get("strategy"), options.get("precision")
+    if "invalid strategy name" in message and isinstance(strategy, type) and issubclass(strategy, _own_strategy()):
+        return f"give the strategy an object, not its class: strategy={strategy.__name__}()"
+    name = strategy if isinstance(strategy, str) and f"strategy={strategy!r}" in message else ""
+    if name.startswith("hybrid") or _nearest(name, _NAMES):
+        return (
+            f"names of lightning_hybrid are {', '.join(_NAMES)}; other options are arguments:"
+            f" strategy=Hybrid3DStrategy(pipeline_parallel_size=2){_nearest(name, _NAMES)}"
+        )
+    if f"Precision {precision!r} is invalid" in message and _is_ours(strategy):
+        names = get_args(importlib.import_module("lightning_hybrid.precision.hybrid").PrecisionName)
+        return f"set precision to one of {', '.join(names)}{_nearest(str(precision), names)}"
+    if "invalid type for plugin" in message and "Hybrid3DStrategy" in message:
+        return "a strategy is no plugin: pass it as strategy=Hybrid3DStrategy(...)"
+    return ""
+
+
+def _own_strategy() -> type:
+    found: type = importlib.import_module("lightning_hybrid.strategies.hybrid3d").Hybrid3DStrategy
+    return found
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

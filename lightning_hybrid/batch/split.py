@@ -20,6 +20,7 @@ from lightning_hybrid.batch.merge import join
 from lightning_hybrid.errors import BatchError
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves, tensors_inside
 from lightning_hybrid.step.objects.tensors import detached_copy, with_class_of
+from lightning_hybrid.text import counted
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
 
@@ -98,8 +99,8 @@ def check_number(size: int | None, wanted: int | None) -> None:
     """Refuse more microbatches than ``size``, the number of samples; None where it is not known."""
     if wanted is not None and size is not None and wanted > size:
         raise BatchError(
-            f"num_microbatches={wanted} but the batch has only {size} samples;"
-            f" set num_microbatches={size} or less, or a larger batch_size",
+            f"num_microbatches={wanted} but the batch has only {counted(size, 'sample')};"
+            f" set num_microbatches={size}{' or less' if size > 1 else ''}, or a larger batch_size",
             entry="few-samples",
         )
 

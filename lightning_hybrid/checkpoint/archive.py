@@ -19,6 +19,11 @@ _CONTENT = "data.pkl"
 _NOT_ENDED = "did not end"
 
 
+def is_whole(path: str | os.PathLike[str]) -> bool:
+    """Whether a local file can be the checkpoint of a Trainer."""
+    return not _problem(Path(path))
+
+
 def check_archive(path: str | os.PathLike[str]) -> None:
     """Check that a local file can be the checkpoint of a Trainer; its end and its small part are read.
 

@@ -184,8 +184,9 @@ def batches_differ(checksums: Sequence[float], ranks: str, shapes: Sequence[obje
 
 def losses_differ(losses: Sequence[float | None], ranks: str) -> RanksDisagree:
     """The error for ``ranks`` of one replica whose steps returned these losses, by rank."""
+    shown = ", ".join("None" if loss is None else f"{loss:.7g}" for loss in losses)
     return RanksDisagree(
-        f"the loss of training_step differs between the ranks of one replica ({list(losses)} on {ranks} ranks 0 to"
+        f"the loss of training_step differs between the ranks of one replica ({shown} on {ranks} ranks 0 to"
         f" {len(losses) - 1}): it depends on a condition on the rank, or on random numbers with different seeds; every"
         " rank must compute the same loss, or return None",
         entry="losses-differ",

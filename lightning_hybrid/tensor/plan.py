@@ -191,7 +191,8 @@ class UnitPlan:
         warned = [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
         divisor = math.gcd(*(count for count, _ in self.uneven.values()))
         if warned != lines and divisor > 1 and self.context == 1:
-            warned.append(f"to split them too, set tensor_parallel_size={nearest_divisors(divisor, self.size)}")
+            sizes = nearest_divisors(divisor, self.size)
+            warned.append(f"to split them too, set tensor_parallel_size={sizes}, on as many devices")
         return warned
 
 

@@ -30,6 +30,7 @@ _NAME_ALONE = re.compile(r"dot import path string: (\w+)")
 _OPTION = re.compile(r"NestedArg\(key='(\w+)', val='?([^')]*)'?\)")
 _OF_TRAINER = re.compile(r"(?:Group 'trainer' does not accept option '|does not accept option 'trainer\.)(\w+)'")
 _RAISED = re.compile(r"^ *- (?!Expected a |Import path )(.+)$", re.MULTILINE)
+_MISPLACED = re.compile(r'Parser key "trainer.strategy":.*Strategy is abstract.*Given value: (\{.*)', re.DOTALL)
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "NoneType": "null", "str": "text"}
 _PACKAGES = "", ".callbacks", ".optim"  # with the public classes that a config may name
 _STRATEGY = "lightning_hybrid.Hybrid3DStrategy"
@@ -72,6 +73,10 @@ def hint(message: str) -> tuple[str, str] | tuple[()]:
         return _of_class(path, reason.strip())
     if (name := _NAME_ALONE.search(message)) and (found := _of_name(name[1], _OPTION.search(message))):
         return found
+    if misplaced := _MISPLACED.search(message):
+        for key in re.findall(r"'(\w+)':", misplaced[1]):
+            if key in _options():
+                return key, f"put {key} under init_args of the strategy, beside class_path: {_STRATEGY}"
     if (option := _OF_TRAINER.search(message)) and option[1] in _options():
         text = (
             f"{option[1]} is an option of the strategy, not of the Trainer: set trainer.strategy.class_path:"

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
 from lightning_hybrid.batch.split import check_number
-from lightning_hybrid.checkpoint.archive import check_archive
+from lightning_hybrid.checkpoint.archive import check_archive, is_whole
 from lightning_hybrid.checkpoint.folder import check_complete, is_folder
 from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.graph.partition import wrong_number_of_cuts
@@ -26,6 +26,7 @@ from lightning_hybrid.strategies.options.options import Options
 
 _PACKAGE = __name__.partition(".strategies.")[0]
 _NAMED_CHECKPOINTS = ("best", "last", "hpc")
+_LISTED = 5  # checkpoints in a message
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -64,11 +65,12 @@ def _not_there(path: str | os.PathLike[str]) -> FileNotFoundError:
     """The error for a path where nothing is, which names the latest checkpoints near it."""
     folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
     found = (each for depth in range(4) for each in folder.glob("*/" * depth + "*.ckpt"))
-    near = sorted(found, key=lambda each: each.stat().st_mtime)[-5:]
+    latest = sorted(found, key=lambda each: each.stat().st_mtime)[-_LISTED:]
+    near = [os.path.relpath(each) for each in latest if is_folder(each) or is_whole(each)]
     asked = Path(path).absolute().parent
     there = f"; the folder {asked} does not exist" if asked != folder else "" if near else f"; {folder} has no other"
     if near:
-        there += f"; there are {', '.join(map(str, near))}"
+        there += f"; set it to one that is there: {', '.join(near)}"
     return FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint{there}")
 
 
@@ -84,10 +86,12 @@ def _check_cuts(options: Options, module: LightningModule) -> None:
         raise wrong_number_of_cuts(cuts, num_stages)
     for cut in cuts:
         if cut not in known:
-            near = difflib.get_close_matches(cut, layers, n=3, cutoff=0.0)
+            first = next(name for name, _ in module.named_parameters())  # of the first stage, in all likelihood
+            later = [name for name in layers if not first.startswith(f"{name}.")]
+            near = difflib.get_close_matches(cut, later, n=3, cutoff=0.0)
             raise UnfitError(
                 f"pipeline_cuts names {cut!r}, but {type(module).__name__} has no module of that name; name the first"
-                f" module of each stage but the first; nearest: {near}",
+                f" module of each stage but the first; nearest: {', '.join(near)}",
                 entry="cuts-name",
             )
 

@@ -37,6 +37,10 @@ def errors_of_config(capsys, folder, config):
             "config.yaml, line 5: the strategy has no option 'zero_stge'; did you mean zero_stage?",
         ),
         (
+            {"strategy": {"class_path": CLASS, "zero_stage": 3}},
+            "config.yaml, line 4: put zero_stage under init_args of the strategy, beside class_path: " + CLASS,
+        ),
+        (
             {"strategy": {"class_path": CLASS, "init_args": {"fsdp_sharding_strategy": "NO_SHARD"}}},
             "line 5: fsdp_sharding_strategy='NO_SHARD' is a keyword of accelerate: set zero_stage=3",
         ),

@@ -7,9 +7,11 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hybrid
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
+from lightning_hybrid import Hybrid3DStrategy
 from models.tiny import Samples, Tiny
 
 CONFIG = """
@@ -119,3 +121,18 @@ def test_names_of_others_are_left_to_lightning():
         with pytest.raises(ValueError, match=r"dpp|bf16-mix") as caught:
             Trainer(accelerator="cpu", devices=2, logger=False, **arguments)
         assert not getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ({"strategy": Hybrid3DStrategy}, "give the strategy an object, not its class: strategy=Hybrid3DStrategy()"),
+        ({"strategy": "hybrid"}, "did you mean 'hybrid3d'?"),
+        ({"strategy": "hybrid3d(pipeline_parallel_size=2)"}, "strategy=Hybrid3DStrategy(pipeline_parallel_size=2)"),
+        ({"plugins": [Hybrid3DStrategy(zero_stage=1)]}, "pass it as strategy=Hybrid3DStrategy(...)"),
+    ],
+)
+def test_errors_of_the_trainer_end_with_what_was_meant(arguments, meant):
+    with pytest.raises((ValueError, MisconfigurationException)) as caught:
+        Trainer(accelerator="cpu", devices=2, **arguments)
+    assert meant in " ".join(caught.value.__notes__[-1].split())

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 from harness.launched_jobs import TESTS, run, start, torchrun
@@ -145,11 +146,13 @@ def test_one_failing_rank_ends_the_job(tmp_path, fault, launcher):
 def test_missing_checkpoint_is_found_before_ranks_start(tmp_path, method):
     (tmp_path / "version_0/checkpoints").mkdir(parents=True)
     saved = tmp_path / "version_0/checkpoints/last.ckpt"
-    saved.touch()
+    torch.save({"pytorch-lightning_version": "2.6.0"}, saved)
+    saved.with_name("empty.ckpt").touch()  # not listed
     strategy = Hybrid3DStrategy(pipeline_parallel_size=2, start_method=method)
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
     with pytest.raises(
-        FileNotFoundError, match=f"no such checkpoint; the folder .*/version_1/checkpoints does.*; there are {saved}"
+        FileNotFoundError,
+        match=f"no such checkpoint; the folder .*/version_1/checkpoints does.*; set it .*: {os.path.relpath(saved)}$",
     ):
         trainer.fit(Tiny(), loader(4), ckpt_path=tmp_path / "version_1/checkpoints/last.ckpt")
     assert not trainer.strategy.launcher.procs
