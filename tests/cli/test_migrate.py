@@ -175,7 +175,7 @@ def test_two_precisions_are_refused(capsys, tmp_path):
     assert "fp16 and bf16 are both enabled" in refused(capsys, tmp_path / "ds_config.json", config)
 
 
-def test_unknown_keys_are_told_from_those_without_a_counterpart(capsys, tmp_path):
+def test_unknown_keys_are_listed_with_the_nearest_name(capsys, tmp_path):
     config = {"bf16": {"enabled": True}, "my_typo": 1, "gradient_cliping": 1.0, "flops_profiler": {"enabled": True}}
     config["zero_optimization"] = {"stage": 2, "overlap_com": True, "round_robin_gradients": True}
     assert migrated(capsys, tmp_path / "ds_config.json", config)[0]["left_out"] == [
