@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ _EXAMPLE = """example:
   lightning-hybrid migrate ds_config.json
   lightning-hybrid migrate ~/.cache/huggingface/accelerate/default_config.yaml
 
-exit status: 0 ok; 2 the file cannot be read, or is of no library that is known"""
+exit status: 0 ok; 2 the file cannot be read, is of no library that is known, or contradicts itself"""
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Arguments:
     scaler: dict[str, Any] = field(default_factory=dict)
     by_hand: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)  # modules that lines to write by hand use
 
     def move(self, part: str, device: Any, folder: Any = None) -> None:
         """Offload a part of the state to "cpu" or "nvme"."""
@@ -76,7 +78,7 @@ def migrate(config: Mapping[str, Any]) -> Arguments:
     """Return the arguments that the content of a file becomes.
 
     Raises:
-        UsageError: The file is of no library that is known.
+        UsageError: The file is of no library that is known, or has values that no run takes.
     """
     found, config = Arguments(), _typed(config)
     if "compute_environment" in config or "distributed_type" in config or "fsdp_config" in config:
@@ -105,7 +107,7 @@ Rule = Callable[[Any, Arguments], None]
 
 
 def _walk(config: Mapping[str, Any], rules: Mapping[str, Rule | Mapping[str, Any]], found: Arguments) -> None:
-    from lightning_hybrid.strategies.options.foreign import ADVICE
+    from lightning_hybrid.strategies.options.foreign import ADVICE, WITHOUT_COUNTERPART
 
     advice = {name: text for names in ADVICE.values() for name, text in names.items()}
     for name, value in config.items():
@@ -119,8 +121,13 @@ def _walk(config: Mapping[str, Any], rules: Mapping[str, Rule | Mapping[str, Any
             rule(value, found)
         elif name.startswith("stage3_"):
             found.leave_out(name, "there is no such buffer here; see reshard_after_forward")
+        elif name in advice:
+            found.leave_out(name, advice[name].removeprefix("leave it out: "))
+        elif name in WITHOUT_COUNTERPART:
+            found.leave_out(name, "no counterpart")
         else:
-            found.leave_out(name, advice.get(name, "no counterpart").removeprefix("leave it out: "))
+            near = difflib.get_close_matches(name, [*rules, *sorted(WITHOUT_COUNTERPART | advice.keys())], n=1)
+            found.leave_out(name, f"unknown key; did you mean {near[0]}?" if near else "unknown key")
 
 
 def _strategy(option: str, value: Any = None) -> Rule:
@@ -130,6 +137,24 @@ def _strategy(option: str, value: Any = None) -> Rule:
 
 def _trainer(option: str, value: Any = None) -> Rule:
     return lambda given, found: found.trainer.update({option: given if value is None else value})
+
+
+def _stage(given: Any, found: Arguments) -> None:
+    if isinstance(given, bool) or given not in (0, 1, 2, 3):
+        raise UsageError(f"the stage of ZeRO is {given!r}, and must be 0, 1, 2 or 3")
+    found.strategy["zero_stage"] = given
+
+
+def _secondary_shards(size: Any, found: Arguments) -> None:
+    """Read ``zero_hpz_partition_size``; 1 is its default, without such shards."""
+    if size == 1:
+        return
+    found.strategy["shard_size"] = size
+    found.by_hand.append(
+        f"shard_size={size}: each group of {size} ranks holds a copy of everything, gradients and optimizer states"
+        " too; zero_hpz_partition_size copies the weights alone. That takes more memory: leave shard_size out to shard"
+        " over all replicas"
+    )
 
 
 def _enabled(precision: str) -> Rule:
@@ -143,6 +168,8 @@ def _enabled(precision: str) -> Rule:
 
     def read(given: Any, found: Arguments) -> None:
         if isinstance(given, Mapping) and given.get("enabled") is True:
+            if found.trainer.get("precision", precision) != precision:
+                raise UsageError("fp16 and bf16 are both enabled, and a run has one precision; disable one of them")
             _walk(given, rules, found)
 
     return read
@@ -182,7 +209,11 @@ def _schedule(given: Any, found: Arguments) -> None:
     kind, numbers = given.get("type", "it"), given.get("params", {})
     scheduler = f"LambdaLR or SequentialLR with {numbers}"
     if kind in ("WarmupLR", "WarmupDecayLR"):
-        scheduler = f"LambdaLR(optimizer, {_factor(kind, numbers)}), and lr={_number(numbers, 'warmup_max_lr', 0.001)}"
+        scheduler = (
+            f"LambdaLR(optimizer, {_factor(kind, numbers)}), and lr={_number(numbers, 'warmup_max_lr', 0.001)},"
+            f" which is warmup_max_lr; the rate rises from warmup_min_lr={numbers.get('warmup_min_lr', 0)}"
+        )
+        found.imports += ["math"] * ("math." in scheduler)
     found.by_hand.append(
         f"schedule: torch has no {kind} as DeepSpeed has it; return"
         ' {"optimizer": optimizer, "lr_scheduler": {"scheduler": ..., "interval": "step"}} from configure_optimizers,'
@@ -266,10 +297,11 @@ _GRADIENTS = {
 _DEEPSPEED: dict[str, Any] = {
     **_GRADIENTS,
     "zero_optimization": {
-        "stage": _strategy("zero_stage"),
+        "stage": _stage,
         "offload_optimizer": _moved("optimizer_states"),
         "offload_param": _moved("parameters"),
-        "zero_hpz_partition_size": _strategy("shard_size"),
+        "zero_hpz_partition_size": _secondary_shards,
+        "mics_shard_size": _left_out("mics_shard_size", "set shard_size to the same number, if it is above 0"),
         "stage3_gather_16bit_weights_on_model_save": _FULL_FILE,
     },
     "bf16": _enabled("bf16-mixed"),
@@ -305,7 +337,7 @@ _ACCELERATE: dict[str, Any] = {
     "fsdp_config": {**{f"fsdp_{name}": rule for name, rule in _FSDP.items()}, **_FSDP},
     "deepspeed_config": {
         **_GRADIENTS,
-        "zero_stage": _strategy("zero_stage"),
+        "zero_stage": _stage,
         "offload_optimizer_device": lambda given, found: found.move("optimizer_states", given),
         "offload_param_device": lambda given, found: found.move("parameters", given),
         "deepspeed_config_file": _by_hand("deepspeed_config_file: run this command on {} too"),
@@ -349,11 +381,9 @@ def _text(found: Arguments) -> str:
         plugin = f"HybridPrecision('16-mixed', scaler=torch.amp.GradScaler({', '.join(_listed(found.scaler))}))"
         strategy.append(f"precision_plugin={plugin}")
         imports, names = [*imports, "import torch"], "Hybrid3DStrategy, HybridPrecision"
-    lines = [*imports, f"from lightning_hybrid import {names}", ""]
-    lines += [
-        _call("strategy = Hybrid3DStrategy", strategy),
-        _call("trainer = L.Trainer", [*trainer, "strategy=strategy"]),
-    ]
+    lines = [*(f"import {module}" for module in found.imports), ""] if found.imports else []
+    lines += [*imports, f"from lightning_hybrid import {names}", "", _call("strategy = Hybrid3DStrategy", strategy)]
+    lines.append(_call("trainer = L.Trainer", [*trainer, "strategy=strategy"]))
     for title, items in (("by hand:", found.by_hand), ("left out:", found.left_out)):
         if items:
             lines += ["", title, *(wrapped(f"- {item}") for item in items)]

@@ -34,6 +34,7 @@ _FILL = {
 }
 # Stages beyond a rank's first are drawn lighter, so that interleaving shows.
 _LEAST_OPACITY = 0.55
+_LEAST_WIDTH = 3.0  # of a box, however short its action is
 
 
 def to_text(timeline: Timeline, width: int = 100) -> str:
@@ -87,10 +88,11 @@ def to_svg(
     begin, scale = _scale(timeline, lanes.width)
     for rank in range(timeline.num_ranks):
         stages = _stages(timeline, rank)
-        for span in _lane_spans(timeline, rank):
+        for span in sorted(_lane_spans(timeline, rank), key=lambda span: span.start - span.end):  # the shortest on top
             place = stages.index(span.action.stage) if span.action.kind is not Kind.OPTIMIZER else 0
             opacity = 1 - place / max(1, len(stages) - 1) * (1 - _LEAST_OPACITY)
-            x, width = lanes.left + (span.start - begin) * scale, (span.end - span.start) * scale
+            width = max(_LEAST_WIDTH, (span.end - span.start) * scale)
+            x = lanes.left + min((span.start - begin) * scale, lanes.width - width)
             body += _box(span, lanes, x, width, opacity)
     return lanes.document(title, f"bubble {timeline.bubble:.1%}" if caption is None else caption, body)
 

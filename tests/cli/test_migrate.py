@@ -154,3 +154,52 @@ def test_other_files_are_refused(capsys, tmp_path, text, message):
     assert main(["migrate", str(tmp_path / "config.json")]) == 2
     assert message in capsys.readouterr().err
     assert main(["migrate", str(tmp_path / "missing.json")]) == 2
+
+
+def refused(capsys, path, config):
+    path.write_text(json.dumps(config))
+    assert main(["migrate", str(path)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [4, -1, True, 1.5, "three"])
+def test_stages_that_zero_does_not_have(capsys, tmp_path, stage):
+    error = refused(capsys, tmp_path / "ds_config.json", {"zero_optimization": {"stage": stage}})
+    assert f"the stage of ZeRO is {stage!r}, and must be 0, 1, 2 or 3" in error
+    config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
+    assert "must be 0, 1, 2 or 3" in refused(capsys, tmp_path / "config.json", config)
+
+
+def test_two_precisions_are_refused(capsys, tmp_path):
+    config = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    assert "fp16 and bf16 are both enabled" in refused(capsys, tmp_path / "ds_config.json", config)
+
+
+def test_unknown_keys_are_listed_with_the_nearest_name(capsys, tmp_path):
+    config = {"bf16": {"enabled": True}, "my_typo": 1, "gradient_cliping": 1.0, "flops_profiler": {"enabled": True}}
+    config["zero_optimization"] = {"stage": 2, "overlap_com": True, "round_robin_gradients": True}
+    assert migrated(capsys, tmp_path / "ds_config.json", config)[0]["left_out"] == [
+        "my_typo: unknown key",
+        "gradient_cliping: unknown key; did you mean gradient_clipping?",
+        "flops_profiler, round_robin_gradients: no counterpart",
+        "overlap_com: unknown key; did you mean overlap_comm?",
+    ]
+
+
+def test_lines_of_a_schedule_name_their_import_and_the_least_rate(capsys, tmp_path):
+    config = {"bf16": {"enabled": True}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}}}
+    found, text = migrated(capsys, tmp_path / "ds_config.json", config)
+    assert text.startswith("import math\n\nimport lightning as L\n") and found["imports"] == ["math"]
+    assert found["by_hand"][0].endswith("lr=0.0001, which is warmup_max_lr; the rate rises from warmup_min_lr=0")
+    config["scheduler"]["params"]["warmup_type"] = "linear"
+    assert migrated(capsys, tmp_path / "ds_config.json", config)[1].startswith("import lightning as L\n")
+
+
+def test_secondary_shards_copy_states_too(capsys, tmp_path):
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    found = migrated(capsys, tmp_path / "ds_config.json", config)[0]
+    assert found["strategy"] == {"zero_stage": 3, "shard_size": 2}
+    assert "a copy of everything, gradients and optimizer states too" in found["by_hand"][0]
+    config["zero_optimization"]["zero_hpz_partition_size"] = 1  # DeepSpeed's default: no such shards
+    found = migrated(capsys, tmp_path / "ds_config.json", config)[0]
+    assert found["strategy"] == {"zero_stage": 3} and not found["by_hand"]

@@ -80,3 +80,11 @@ def test_costs_per_stage_and_transfers():
     assert timeline.makespan_seconds == 1 + 0.5 + 3 + 6 + 0.5 + 2
     with pytest.raises(ValueError, match="forward_seconds has 3 numbers for 2 stages"):
         simulated(p=2, forward_seconds=[1.0, 2.0, 3.0])
+
+
+def test_the_shortest_actions_can_be_seen():
+    root = ElementTree.fromstring(to_svg(simulated(p=2, reduce_seconds=1e-6)))
+    boxes = [group.find("{http://www.w3.org/2000/svg}rect") for group in root.iter("{http://www.w3.org/2000/svg}g")]
+    assert min(float(box.get("width")) for box in boxes) == 3.0
+    assert max(float(box.get("x")) + float(box.get("width")) for box in boxes) <= 980
+    assert boxes[-1].get("width") == "3.00"  # drawn last, above its neighbours

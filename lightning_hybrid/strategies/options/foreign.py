@@ -131,6 +131,27 @@ ADVICE: dict[str, dict[str, str]] = {
 }
 ADVICE["accelerate"] |= {f"fsdp_{name}": advice for name, advice in ADVICE["FSDP"].items()}
 
+# Keys of DeepSpeed's and accelerate's files that nothing here corresponds to.
+_OTHERS = """
+aio amp auto_cast autotuning bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow checkpoint
+command_file commands comms_config comms_logger communication_data_type compile compression_training
+consecutive_hysteresis cpuadam_cores_perc csv_monitor curriculum_learning data_efficiency data_sampling data_types
+dataloader_drop_last deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
+deepspeed_moe_layer_cls_names deepspeed_multinode_launcher disable_allgather dump_state dynamo_backend dynamo_config
+eigenvalue elastic_checkpoint elasticity enable_sanity_checks fast_init flops_profiler fp16_master_weights_and_grads
+fp32_allreduce fp8_config gradient_predivide_factor graph_harvesting hybrid_engine ignore_unused_parameters
+immediate_grad_update ipex_config leaf_module legacy_stage1 load_from_fp32_weights log_trace_cache_warnings
+megatron_lm_config memory_breakdown memory_efficient_linear mics_hierarchical_params_gather monitor_config
+mpirun_config nebula override_module_apply parallelism_config_cp_comm_strategy pipeline pipeline_loading_checkpoint
+pipeline_read pipeline_write prescale_gradients progressive_layer_drop quantize_training quantized_gradients
+quantized_nontrainable_weights quantized_weights ratio round_robin_gradients seed sparse_attention sparse_gradients
+super_offload tensorboard timers tp_plan use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce
+use_node_local_storage vocabulary_size wandb weight_quantization zero3_init_flag zero3_save_16bit_model
+zero_force_ds_cpu_optimizer zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+zeropp_loco_param
+"""
+WITHOUT_COUNTERPART = frozenset(_OTHERS.split())
+
 # Other names of options: short ones, and Megatron's.
 _SHORT = {
     **dict.fromkeys(("pp", "pp_size", "pipeline_parallel", "pipeline_model_parallel_size"), "pipeline_parallel_size"),
