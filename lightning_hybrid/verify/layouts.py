@@ -27,6 +27,9 @@ _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": Fal
 # Sizes whose ranks see the same batch; experts are a view of other axes and need no ranks of their own.
 _SAME_BATCH = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "spatial_parallel_size")
 
+# Sizes whose ranks hold parts of one layer, of its positions or of its rows.
+_OF_LAYERS = ("tensor_parallel_size", "context_parallel_size", "spatial_parallel_size", "expert_parallel_size")
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -65,6 +68,11 @@ class Layout:
     def _num_pipeline_ranks(self) -> int:
         widths = self.strategy.get("stage_widths")
         return sum(widths) if isinstance(widths, list) else int(self.strategy.get("pipeline_parallel_size", 1))
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether ranks hold parts of one layer, or of its positions."""
+        return any(self.strategy.get(size, 1) not in (1, None) for size in _OF_LAYERS)
 
     @property
     def replicas(self) -> int:

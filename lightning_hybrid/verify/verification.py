@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from lightning_hybrid.text import columns
 from lightning_hybrid.verify.compare import RESUMED, Difference, noise_by_parameter, unmoved
 from lightning_hybrid.verify.data import EVALUATIONS, DataSplit
+from lightning_hybrid.verify.dropout import WithoutDropout
 from lightning_hybrid.verify.experiment import Experiment, run_once
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.ranks import RanksFailed, run_ranks
@@ -30,6 +31,10 @@ from lightning_hybrid.verify.references import (
 # An update that rounding alone changes by more, relative to its size, is compared weakly.
 _WEAK = 1e-2
 Outcome = Literal["same", "refused", "different", "failed"]
+_DROPPED = (
+    "the module draws random numbers, and ranks that share a layer draw what they drop each for itself: both sides ran"
+    " without dropout"
+)
 
 
 @dataclass(frozen=True)
@@ -223,7 +228,18 @@ class Verification:
         found = Judge(ranks, plain, changed, partial(self.reference_of_pieces, changed, plain)).comparison()
         if report is not None and all(each.key.what == RESUMED for each in found.differences):
             return report
-        return self._report_of(layout, ranks, found)
+        report = self._report_of(layout, ranks, found)
+        may_drop = layout.shares_layers and found.reference.draws and report.outcome == "different"
+        return self._without_dropout(layout, report) if may_drop else report
+
+    def _without_dropout(self, layout: Layout, drawn: Report) -> Report:
+        """Compare both sides without dropout; return the report of before if they differ even so."""
+        if isinstance(self.experiment.make_module, WithoutDropout):
+            return drawn
+        experiment = replace(self.experiment, make_module=WithoutDropout(self.experiment.make_module))
+        again = Verification(experiment, run=self._run, timeout=self._timeout, on_phase=self._on_phase)
+        report = again.check(layout)
+        return replace(report, notes=(*report.notes, _DROPPED)) if report.outcome == "same" else drawn
 
     def _reference_that_runs(self, data_split: DataSplit) -> tuple[Reference | None, Reference]:
         """The plain step on full batches, None if these do not run as one; and the first reference that runs."""

@@ -4,7 +4,10 @@ import os
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from harness.verification import LAYOUTS, check
 from lightning_hybrid.verify import Layout
@@ -150,3 +153,30 @@ def test_rows_of_the_full_batch_draw_the_numbers_of_their_microbatches(worlds, m
     report = check(worlds, module, LAYOUTS[0])
     assert report.outcome == "same", str(report)
     assert any("mixes samples" in note for note in report.notes) == (module is DroppingNormalised)
+
+
+class Encodes(LightningModule):
+    """Its layers drop, which ranks that share them draw each for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        [x] = batch
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sequences():
+    return DataLoader(TensorDataset(torch.randn(16, 5, 8, generator=torch.Generator().manual_seed(1))), 8)
+
+
+def test_ranks_that_share_layers_are_compared_without_dropout(worlds):
+    report = check(worlds, Encodes, Layout("tp2", 2, {"tensor_parallel_size": 2}), make_data=sequences)
+    assert report.outcome == "same" and report.notes[-1].endswith("both sides ran without dropout"), str(report)
