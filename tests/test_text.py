@@ -2,16 +2,16 @@
 
 import pytest
 
-from lightning_hybrid.text import columns, counted, sized, spanned, spanned_within, timed, told_apart, wrapped
+from lightning_hybrid.text import columns, contrasted, counted, sized, spanned, spanned_within, timed, wrapped
 
 
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (told_apart(2 / 3, 0.5), ("0.666667", "0.5")),
-        (told_apart(4.187321, 4.187322), ("4.187321", "4.187322")),
-        (told_apart(1.0, 1.0 + 2**-52), ("1", "1.0000000000000002")),
-        (told_apart(4.1873212, 4.1873212), ("4.18732", "4.18732")),
+        (contrasted(2 / 3, 0.5), ("0.666667", "0.5")),
+        (contrasted(4.187321, 4.187322), ("4.187321", "4.187322")),
+        (contrasted(1.0, 1.0 + 2**-52), ("1", "1.0000000000000002")),
+        (contrasted(4.1873212, 4.1873212), ("4.18732", "4.18732")),
         (sized(0), "0 B"),
         (sized(999.4), "999 B"),
         (sized(999_500), "1 MB"),

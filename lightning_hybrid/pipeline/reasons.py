@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_hybrid.text import told_apart
+from lightning_hybrid.text import contrasted
 
 
 def describe_mixing(found: tuple[float, float]) -> str:
     """The warning about an objective that mixes samples: ``found`` is its loss, and the mean of its parts' losses."""
-    full, mean = told_apart(*found)
+    full, mean = contrasted(*found)
     return (
         f"the objective mixes samples: the loss of a batch is {full}, the mean of the losses of its"
         f" microbatches or shares is {mean}. So batches are not split. To train the mean over microbatches, as"
@@ -18,7 +18,7 @@ def describe_mixing(found: tuple[float, float]) -> str:
 
 def describe_difference(norms: tuple[float, float]) -> str:
     """The warning about gradients that no weights of microbatches give; ``norms`` as in ``LossWeighting``."""
-    full, made = told_apart(*norms)
+    full, made = contrasted(*norms)
     return (
         "the backward of training_step runs an autograd function or a hook of yours that is not linear: the norm of the"
         f" gradients of a batch is {full}, that of its microbatches or shares {made}, and no weights of"

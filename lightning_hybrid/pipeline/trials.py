@@ -29,7 +29,7 @@ from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
 from lightning_hybrid.pipeline.stored import is_value
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.text import told_apart
+from lightning_hybrid.text import contrasted
 
 # Trials have batch numbers of their own: random numbers depend on them.
 _OTHER = 2**40
@@ -194,7 +194,7 @@ def _differences(one: Trial, other: Trial, rounding: torch.dtype) -> dict[str, s
             found[what] = f"it {what}, which has shape {list(x.shape)} for some samples and {list(y.shape)}"
         elif not is_close(x, y, rounding):
             up_to = "" if x.numel() == 1 else "up to "
-            a, b = told_apart(*(float(t.abs().max() if up_to else t) for t in (x, y)))
+            a, b = contrasted(*(float(t.abs().max() if up_to else t) for t in (x, y)))
             found[what] = f"it {what}, which is {up_to}{a} for some samples and {up_to}{b}"
     return {what: f"{text} as combined from halves of them" for what, text in found.items()}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from lightning_hybrid.text import columns, told_apart
+from lightning_hybrid.text import columns, contrasted
 from lightning_hybrid.verify.compare import RESUMED, Difference, noise_by_parameter, unmoved
 from lightning_hybrid.verify.data import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.experiment import Experiment, run_once
@@ -255,7 +255,7 @@ class Verification:
         full, mean = reference.unchanged_loss, first_loss(reference.observed)
         if full is not None and mean is not None:
             replicas, count, _ = reference.observed.batch
-            of_batch, of_parts = told_apart(full, mean)
+            of_batch, of_parts = contrasted(full, mean)
             if of_batch == of_parts:  # such as of layers that begin with a weight of zero
                 notes.append(f"the objective mixes samples, by BatchNorm, but not in the first loss, {of_batch}")
             else:
