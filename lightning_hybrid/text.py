@@ -32,6 +32,12 @@ def timed(seconds: float, unit: tuple[str, float] | None = None) -> str:
     return f"{size:,.0f} {name}" if size >= 1000 else f"{size:.3g} {name}"
 
 
+def contrasted(one: float, other: float) -> tuple[str, str]:
+    """Return two numbers with as many digits as make them differ, but at least six."""
+    texts = ((f"{one:.{digits}g}", f"{other:.{digits}g}") for digits in range(6, 18))
+    return next((both for both in texts if both[0] != both[1]), (f"{one:.6g}", f"{other:.6g}"))
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, such as "1 rank", "2 ranks" and "3 batches"."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"

@@ -2,12 +2,16 @@
 
 import pytest
 
-from lightning_hybrid.text import columns, counted, sized, spanned, spanned_within, timed, wrapped
+from lightning_hybrid.text import columns, contrasted, counted, sized, spanned, spanned_within, timed, wrapped
 
 
 @pytest.mark.parametrize(
     ("made", "text"),
     [
+        (contrasted(2 / 3, 0.5), ("0.666667", "0.5")),
+        (contrasted(4.187321, 4.187322), ("4.187321", "4.187322")),
+        (contrasted(1.0, 1.0 + 2**-52), ("1", "1.0000000000000002")),
+        (contrasted(4.1873212, 4.1873212), ("4.18732", "4.18732")),
         (sized(0), "0 B"),
         (sized(999.4), "999 B"),
         (sized(999_500), "1 MB"),

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,17 @@ _FILES: weakref.WeakSet[StateFile] = weakref.WeakSet()
 HOST = torch.device("cpu")
 
 
+def check_mount(what: str, folder: str | Path) -> None:
+    """Check that an absolute path begins with a folder that exists: without its disk, files would fill the system's.
+
+    Raises:
+        OffloadError: It does not; ``what`` names the option.
+    """
+    first = Path(*Path(folder).parts[:2])
+    if first.is_absolute() and not first.exists():
+        raise OffloadError(f"{what}: {first} does not exist; mount the disk, or make the folder", entry="offload-mount")
+
+
 class StateFile:
     """One file of several regions, each with a mapping of its own.
 
@@ -47,8 +59,9 @@ class StateFile:
         ``sizes`` are the bytes of each region; ``content`` is in words, for messages.
 
         Raises:
-            OffloadError: The folder cannot be written, or has no room.
+            OffloadError: The folder cannot be written, or has no room, or is on a disk that is not mounted.
         """
+        check_mount(f"offload to {folder!r}", folder)
         self.folder, self._content = folder, content
         self.nbytes = 0
         self.maps: list[mmap.mmap] = []

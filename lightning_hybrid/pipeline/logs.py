@@ -21,6 +21,7 @@ from lightning_hybrid.host_copies import HostReads, is_plain
 from lightning_hybrid.step.standins.marks import mark_in_any_run
 from lightning_hybrid.step.standins.numbers import ABSENT, is_known
 from lightning_hybrid.step.standins.tensors import is_absent
+from lightning_hybrid.text import contrasted
 
 NUMBER = object()  # in place of a logged object, where a number was logged
 
@@ -148,8 +149,9 @@ def describe_unexplained(step: str, key: NumberKey, full: float, made: float, ho
     what, word = f"logs {key[0]!r}", {"max": "maximum", "min": "minimum"}.get(how, how)
     if isinstance(key, Argument):
         what = f"calls the metric {key.metric!r} with a number (argument {key.name})"
+    of_batch, of_parts = contrasted(full, made)
     return (
-        f"{step} {what}, which is {full:.6g} for a batch and {made:.6g} as the {word} over parts of it: no mean,"
+        f"{step} {what}, which is {of_batch} for a batch and {of_parts} as the {word} over parts of it: no mean,"
         f" sum, maximum or minimum of the parts gives that of the batch. So the {word} over microbatches is taken."
         " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
         " values are those of the batch, or pass num_microbatches=1 (lightning-hybrid explain-error logged-number)"

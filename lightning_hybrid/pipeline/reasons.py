@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from lightning_hybrid.text import contrasted
+
 
 def describe_mixing(found: tuple[float, float]) -> str:
     """The warning about an objective that mixes samples: ``found`` is its loss, and the mean of its parts' losses."""
+    full, mean = contrasted(*found)
     return (
-        f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its"
-        f" microbatches or shares is {found[1]:.6g}. So batches are not split. To train the mean over microbatches, as"
+        f"the objective mixes samples: the loss of a batch is {full}, the mean of the losses of its"
+        f" microbatches or shares is {mean}. So batches are not split. To train the mean over microbatches, as"
         " gradient accumulation does, pass microbatch_weight=function(microbatch) -> its weight, such as a count of"
         " tokens or samples (lightning-hybrid explain-error loss-mixes)"
     )
@@ -15,9 +18,10 @@ def describe_mixing(found: tuple[float, float]) -> str:
 
 def describe_difference(norms: tuple[float, float]) -> str:
     """The warning about gradients that no weights of microbatches give; ``norms`` as in ``LossWeighting``."""
+    full, made = contrasted(*norms)
     return (
         "the backward of training_step runs an autograd function or a hook of yours that is not linear: the norm of the"
-        f" gradients of a batch is {norms[0]:.6g}, that of its microbatches or shares {norms[1]:.6g}, and no weights of"
+        f" gradients of a batch is {full}, that of its microbatches or shares {made}, and no weights of"
         " these give the former. So batches are not split (lightning-hybrid explain-error backward-nonlinear)"
     )
 

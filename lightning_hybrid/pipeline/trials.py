@@ -29,6 +29,7 @@ from lightning_hybrid.pipeline.runner import StepResult
 from lightning_hybrid.pipeline.stages.traces import Call, Microbatches
 from lightning_hybrid.pipeline.stored import is_value
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.text import contrasted
 
 # Trials have batch numbers of their own: random numbers depend on them.
 _OTHER = 2**40
@@ -192,8 +193,9 @@ def _differences(one: Trial, other: Trial, rounding: torch.dtype) -> dict[str, s
         if x.shape != y.shape:
             found[what] = f"it {what}, which has shape {list(x.shape)} for some samples and {list(y.shape)}"
         elif not is_close(x, y, rounding):
-            a, b = ((f"{float(t):.6g}" if t.numel() == 1 else f"up to {float(t.abs().max()):.6g}") for t in (x, y))
-            found[what] = f"it {what}, which is {a} for some samples and {b}"
+            up_to = "" if x.numel() == 1 else "up to "
+            a, b = contrasted(*(float(t.abs().max() if up_to else t) for t in (x, y)))
+            found[what] = f"it {what}, which is {up_to}{a} for some samples and {up_to}{b}"
     return {what: f"{text} as combined from halves of them" for what, text in found.items()}
 
 

@@ -235,6 +235,7 @@ class HybridPrecision(MixedPrecision):
             devices = (parameter.device.type for parameter in model.parameters())
             self.device = next((device for device in devices if device != "meta"), self.device)
             if self.scaler is not None:
+                self.scaler.check_device(self.device)
                 self.scaler.use_device(self.device)
         if self.steps_in_float32 and not self._float32_steps:  # a strategy of Lightning's
             module: Any = getattr(model, "module", model)  # which it may have wrapped

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from lightning_hybrid.errors import PrecisionError
 from lightning_hybrid.mesh import Mesh
 
 # The scalers of Lightning and of users. A user's subclass may override anything, so it cannot be converted.
@@ -55,6 +56,19 @@ class MeshGradScaler(GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state of torch's scaler, without process groups."""
         return {**super().__getstate__(), "mesh": None, "around_unscaling": nullcontext}
+
+    def check_device(self, device: str) -> None:
+        """Checks that a type of device, "cpu" or "cuda", is not trained without the scale that the user has set.
+
+        Raises:
+            PrecisionError: torch has disabled the scaler, since it finds no GPU.
+        """
+        if device == "cpu" and self._device == "cuda" and not self.is_enabled():
+            raise PrecisionError(
+                "precision='16-mixed' with a GradScaler('cuda') needs a GPU: on a CPU it scales no loss, and small"
+                " gradients become 0; set precision='bf16-mixed' on CPUs, or pass torch.amp.GradScaler('cpu')",
+                entry="precision-scaler",
+            )
 
     def use_device(self, device: str) -> None:
         """Sets the device type of the gradients, "cpu" or "cuda"."""

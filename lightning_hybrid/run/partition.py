@@ -79,7 +79,8 @@ class ModulePartition:
         except LayoutError as error:  # on every rank
             plain = self.run.plain_runner
             unrecorded = None if plain is None else plain.recording_error
-            if options.tensor_parallel_plan is not None or setting.layout.joins_replicas:
+            is_needed = options.tensor_parallel_plan is not None or options.spatial_parallel_size > 1
+            if is_needed or setting.layout.joins_replicas:  # shards of a batch are no answer
                 if unrecorded is not None:
                     raise unrecorded from unrecorded.__cause__
                 raise

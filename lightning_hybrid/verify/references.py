@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_hybrid.text import contrasted
 from lightning_hybrid.verify.compare import Difference, Margin, as_float64, compare, is_step_number
 from lightning_hybrid.verify.data import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.experiment import Experiment, run_once
@@ -237,8 +238,9 @@ class Judge:
                 differing = {difference.key for difference in other.differences}
                 best.differences = [each for each in best.differences if each.key in differing]
         if not best.differences:
+            full, mean = contrasted(first.reference, first.value)
             best.notes.append(
-                f"{first.key} is {first.reference:.6g} over the full batch, and {first.value:.6g} as the mean over its"
+                f"{first.key} is {full} over the full batch, and {mean} as the mean over its"
                 " parts: plain numbers that a step logs are means over replicas and microbatches"
             )
 
@@ -261,7 +263,8 @@ class Judge:
         tolerance = _MIXES.get(plain.reference.precision, 5e-2)
         if full is None or mean is None or math.isclose(full, mean, rel_tol=tolerance, abs_tol=1e-12):
             return
+        of_batch, of_replicas = contrasted(full, mean)
         own.notes.append(
-            f"each replica's loss is that of its own batch, as under DDP: full batch {full:.6g}, mean of"
-            f" {self._replicas} replicas {mean:.6g}"
+            f"each replica's loss is that of its own batch, as under DDP: full batch {of_batch}, mean of"
+            f" {self._replicas} replicas {of_replicas}"
         )

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hybrid.patching import around
 from lightning_hybrid.randomness.keyed import KeyedRandomness
 from lightning_hybrid.step.tracing.instrument import draw_as_stages
+from lightning_hybrid.text import contrasted
 from lightning_hybrid.verify.compare import as_float64
 from lightning_hybrid.verify.data import Piece
 
@@ -160,10 +161,8 @@ class Mixing:
     def __str__(self) -> str:
         """Both numbers in words."""
         what = "" if self.what == "loss" else f" of {self.what}"
-        return (
-            f"the objective mixes samples: full batch {self.full:.6g}, mean of {self.count} microbatches"
-            f" {self.mean:.6g}{what}"
-        )
+        full, mean = contrasted(self.full, self.mean)
+        return f"the objective mixes samples: full batch {full}, mean of {self.count} microbatches {mean}{what}"
 
 
 def mixing_of(

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from lightning_hybrid.text import columns
+from lightning_hybrid.text import columns, contrasted
 from lightning_hybrid.verify.compare import RESUMED, Difference, noise_by_parameter, unmoved
 from lightning_hybrid.verify.data import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.dropout import WithoutDropout
@@ -268,10 +268,17 @@ class Verification:
             notes.append(
                 "training_step makes values that microbatches do not determine: each batch was one microbatch" + since
             )
-        if (full := reference.unchanged_loss) is not None:
+        full, mean = reference.unchanged_loss, first_loss(reference.observed)
+        if full is not None and mean is not None:
             replicas, count, _ = reference.observed.batch
-            mean, of = first_loss(reference.observed), f"{replicas * count} microbatches"
-            notes.append(f"the objective mixes samples: full batch {full:.6g}, mean of {of} {mean:.6g}")
+            of_batch, of_parts = contrasted(full, mean)
+            if of_batch == of_parts:  # such as of layers that begin with a weight of zero
+                notes.append(f"the objective mixes samples, by BatchNorm, but not in the first loss, {of_batch}")
+            else:
+                notes.append(
+                    f"the objective mixes samples: full batch {of_batch}, mean of {replicas * count} microbatches"
+                    f" {of_parts}"
+                )
         noise = noise_by_parameter(reference.observed, reference.noisy)
         floor, num_weak = max(noise.values(), default=0.0), sum(one > _WEAK for one in noise.values())
         if unchanged := unmoved(reference.observed):

@@ -12,6 +12,7 @@ from torch import nn
 from harness.fits import Run, fit, refusal
 from harness.resident_file import resident_bytes
 from harness.simulated_host import SimulatedHost
+from harness.trainer_runs import trainer_of
 from harness.zero_runs import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import OffloadError
@@ -20,6 +21,7 @@ from lightning_hybrid.optimizers.state_file import Region, StateFile
 from lightning_hybrid.optimizers.trial import steps_independently
 from models.cases import make
 from models.hugging_face import GPT2
+from models.tiny import Tiny, loader
 
 
 class TwoLayers(GPT2):
@@ -265,6 +267,16 @@ def test_truncated_file_stops_the_step_before_any_change(tmp_path):
 def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         Hybrid3DStrategy(**options)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_disk_that_is_not_mounted_is_refused_before_ranks_start(devices):
+    offload = {"optimizer_states": "disk:/no_such_disk/states"}
+    trainer = trainer_of(devices, strategy_options={"offload": offload})
+    with pytest.raises(OffloadError, match=r"offload.*: /no_such_disk does not exist; mount the disk, or make"):
+        trainer.fit(Tiny(), loader(4))
+    assert devices == 1 or not trainer.strategy.launcher.procs
+    assert not os.path.exists("/no_such_disk")
 
 
 def test_states_lost_by_truncation_after_the_run_are_reported(tmp_path):

@@ -90,6 +90,22 @@ def test_a_lacking_precision_is_found_before_ranks_start(capability, monkeypatch
     assert not trainer.strategy.launcher.procs
 
 
+@pytest.mark.parametrize(
+    ("devices", "strategy_options"),
+    [(1, {}), (1, {"num_microbatches": 1}), (2, {})],
+    ids=["Lightning's strategy", "one process", "before ranks"],
+)
+def test_a_scaler_without_its_gpu_is_refused(devices, strategy_options, monkeypatch):
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        scaler = torch.amp.GradScaler(init_scale=1024.0)
+    plugins = [HybridPrecision("16-mixed", scaler=scaler)]
+    trainer = trainer_of(devices, strategy_options=strategy_options, plugins=plugins)
+    with pytest.raises(PrecisionError, match=r"needs a GPU: .*set precision='bf16-mixed' on CPUs"):
+        trainer.fit(Tiny(), loader(4))
+    assert devices == 1 or not trainer.strategy.launcher.procs
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_two_precisions_are_refused_before_ranks_start(devices):
     plugin = HybridPrecision("bf16-mixed")

@@ -205,6 +205,7 @@ def test_refusals(worlds):
         ({"to": "cpu"}, "ActivationOffload(to='cpu'): the device of this run is 'cpu', whose tensors are in host"),
         ({"fraction": {"layer.*": 0.5}}, "names 'layer.*', which matches no layer; nearest: layers."),
         ({"fraction": [0.5, 0.5]}, "has 2 shares and the run has 1 stages"),
+        ({"to": "disk:/no_disk/a"}, "ActivationOffload(to='disk:/no_disk/a'): /no_disk does not exist; mount the disk"),
         ({"to": "disk:/proc/no/folder"}, "ActivationOffload(to='disk:/proc/no/folder'): it cannot be written"),
     ]:
         [text] = worlds.run(1, refusal, partial(shares_of, **arguments), Run(Layers))

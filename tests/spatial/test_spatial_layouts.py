@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
@@ -91,6 +92,28 @@ def test_a_model_without_images_is_refused(worlds):
     report = check(worlds, Flat, TWO, make_data=partial(images, 8, 8))
     assert report.outcome == "refused", str(report)
     assert "the step calls no convolution of 2 or 3 dims; set spatial_parallel_size=1" in report.message
+
+
+class Mismatched(UNet):
+    """With a mistake behind its convolutions."""
+
+    def loss(self, batch):
+        return super().loss(batch) + torch.ones(2) @ torch.ones(3)
+
+
+def error_of(devices, pipeline):
+    ignore_warnings()
+    options = {"spatial_parallel_size": 2, "pipeline_parallel_size": pipeline}
+    trainer = trainer_of(devices, strategy_options=options)
+    with pytest.raises(Exception) as found:
+        trainer.fit(Mismatched(), **images(16, 14))
+    return type(found.value), str(found.value)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_an_error_of_the_step_is_raised_as_itself(worlds, pipeline):
+    for kind, text in worlds.run(2 * pipeline, error_of, 2 * pipeline, pipeline):
+        assert kind is RuntimeError and "inconsistent tensor size" in text, text
 
 
 @pytest.mark.parametrize(

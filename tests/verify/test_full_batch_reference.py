@@ -71,6 +71,21 @@ def test_batch_norm_takes_statistics_of_microbatches_beside_a_metric_of_the_full
     assert "the objective mixes samples: full batch" in note and "mean of 4 microbatches" in note
 
 
+class FlatNormalised(Normalised):
+    """Its BatchNorm begins with a weight of zero, as the last one of a residual block."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.body[-1].weight)
+
+
+def test_a_note_has_no_two_equal_numbers(worlds):
+    report = check(worlds, FlatNormalised, STAGES, make_data=labelled_data, num_microbatches=4)
+    assert report.outcome == "same", report.message
+    [note] = report.notes
+    assert note.startswith("the objective mixes samples, by BatchNorm, but not in the first loss, 1.5"), note
+
+
 def test_a_loss_in_float32_is_compared_in_float32(worlds):
     report = check(worlds, Float32Loss, STAGES, make_data=labelled_data, num_microbatches=4)
     assert report.outcome == "same", report.message

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_hybrid.errors import OffloadError
 from lightning_hybrid.host_copies import HostCopies
 from lightning_hybrid.memory.saved_activations.storage import OnDevice, Unchanged
+from lightning_hybrid.optimizers.state_file import check_mount
 
 _MOST_UNWRITTEN = 64 << 20  # of tensors that are yet to be written, and in memory so long
 _NUM_THREADS = 2
@@ -58,6 +59,7 @@ class ActivationFile(InPlace):
 
     def __init__(self, folder: str | Path, host: InPlace | None = None) -> None:
         """Creates the file, or raises an `OffloadError`; ``host`` copies from and to a device that is not the CPU."""
+        check_mount(f"ActivationOffload(to='disk:{folder}')", folder)
         host = host or InPlace()
         self._host, self._folder = host, folder
         try:

@@ -28,7 +28,7 @@ from lightning_hybrid.run.execution.steps import StepPolicy
 from lightning_hybrid.run.optimizer_states import is_in_first_copy
 from lightning_hybrid.step.standins.tensors import drop, fill, is_absent
 from lightning_hybrid.step.tracing.recording import find_loss
-from lightning_hybrid.text import counted
+from lightning_hybrid.text import contrasted, counted
 
 if TYPE_CHECKING:
     from lightning_hybrid.verify.first_step import OneProcessResult, OneProcessStep, ReplicaInput, Verdict
@@ -311,8 +311,9 @@ def describe_mixing_of_step(module: nn.Module, mixing: Mixing, replicas: int) ->
     if layers:
         advice = f" It has {counted(layers, 'BatchNorm layer')}: fewer microbatches give them more samples"
         advice += ", and Trainer(sync_batchnorm=True) adds those of the other replicas" * (replicas > 1)
+    full, mean = contrasted(mixing.full, mixing.mean)
     return (
-        f"the objective mixes samples: {mixing.what} of the full batch is {mixing.full:.6g}, the mean over its"
-        f" {mixing.count} microbatches {mixing.mean:.6g}. Training minimises the latter, as gradient accumulation"
+        f"the objective mixes samples: {mixing.what} of the full batch is {full}, the mean over its"
+        f" {mixing.count} microbatches {mean}. Training minimises the latter, as gradient accumulation"
         f" does.{advice}"
     )

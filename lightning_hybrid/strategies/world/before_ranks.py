@@ -22,6 +22,7 @@ from lightning_hybrid.checkpoint.archive import check_archive, is_whole
 from lightning_hybrid.checkpoint.folder import check_complete, is_folder
 from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.graph.partition import wrong_number_of_cuts
+from lightning_hybrid.optimizers.state_file import check_mount
 from lightning_hybrid.strategies.options.options import Options
 
 _PACKAGE = __name__.partition(".strategies.")[0]
@@ -36,12 +37,17 @@ def check_call(options: Options, function: Callable[..., Any], *args: Any, train
     Raises:
         FileNotFoundError: There is no such checkpoint; names those that are there.
         CheckpointError: It is not whole.
+        OffloadError: The disk of ``offload`` is not mounted.
         UnfitError: ``pipeline_cuts`` names no module, or is of another number or order, or the training step has fewer
             layers than there are stages.
         BatchError: The loader's batches have fewer samples than ``num_microbatches``.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     _check_checkpoint(given.get("ckpt_path"), trainer)
+    if trainer is not None and trainer.state.fn == "fit":
+        for where in options.offloaded.values():
+            if where != "cpu":
+                check_mount(f"offload={options.offload!r}", where.removeprefix("disk:"))
     if isinstance(module := given.get("model"), LightningModule):
         _check_cuts(options, module)
         _check_batch(options, module, given)

@@ -31,6 +31,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import ignore_warnings
 from lightning_hybrid.precision.capability import check_device_precision, check_one_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.precision.scaler import MeshGradScaler
 from lightning_hybrid.strategies.options.auto_sizes import (
     agreed_plan,
     is_check_of_batch_size_search,
@@ -259,6 +260,8 @@ class RankedStrategy(ParallelStrategy):
         if trainer is not None:
             check_one_precision(precision, trainer)
         check_device_precision(precision, self.root_device)
+        if isinstance(scaler := getattr(self.precision_plugin, "scaler", None), MeshGradScaler):
+            scaler.check_device(self.root_device.type)
         if float8 := getattr(self.precision_plugin, "float8", None):
             float8.check_device()
 
