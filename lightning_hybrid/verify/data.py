@@ -21,6 +21,7 @@ from lightning_hybrid.batch.split import (
 from lightning_hybrid.errors import BatchError
 from lightning_hybrid.randomness.generators import GeneratorStates
 
+_HOST = torch.device("cpu")
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 
 
@@ -144,15 +145,45 @@ def known_sizes(batches: Sequence[Any]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size is not None) if None not in sizes else ()
 
 
+class ReplicaStates:
+    """The generator states of all replicas, for their loaders; the first has those of this process.
+
+    They start equal. Each loader goes on where the last one has ended, unless other code has drawn since.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, GeneratorStates] = {}
+        self._ended: list[GeneratorStates] = []  # the first replica's, after the last batch; none before
+
+    def begin(self, count: int) -> None:
+        """Begin a loader of so many replicas."""
+        if not (self._ended and self._ended[-1].are_unchanged()):
+            self._states = dict.fromkeys(range(1, count), GeneratorStates(_HOST))
+
+    def run(self, replica: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that draws for a replica other than the first."""
+        first = GeneratorStates(_HOST)
+        self._states[replica].restore()
+        try:
+            return function(*args)
+        finally:
+            self._states[replica] = GeneratorStates(_HOST)
+            first.restore()
+
+    def end(self) -> None:
+        """End a batch, after which other code may draw."""
+        self._ended = [GeneratorStates(_HOST)]
+
+
 class ReplicaLoader:
     """Yields the batches of replica 0, or of all joined, and queues all in ``pending`` for the step.
 
-    So the user's hooks receive an ordinary batch. Each replica's loader has its own generator states, which start
-    equal, as in separate processes.
+    So the user's hooks receive an ordinary batch. Each replica draws from generator states of its own, as in separate
+    processes.
     """
 
-    def __init__(self, loaders: list[Iterable[Any]], *, join: bool) -> None:
-        self.loaders, self._join = loaders, join
+    def __init__(self, loaders: list[Iterable[Any]], states: ReplicaStates, *, join: bool) -> None:
+        self.loaders, self._states, self._join = loaders, states, join
         self.pending: deque[list[Any]] = deque()
 
     @property
@@ -181,27 +212,21 @@ class ReplicaLoader:
     def __iter__(self) -> Iterator[Any]:
         """Draw one batch from each loader; None for a replica that has no batch left."""
         self.pending.clear()
-        device = torch.device("cpu")
-        start = GeneratorStates(device)
-        iterators, states = [], []
-        for loader in self.loaders:
-            start.restore()
-            iterators.append(iter(loader))
-            states.append(GeneratorStates(device))
-        states[0].restore()
-        for first in iterators[0]:
-            batches = [first]
-            current_state = GeneratorStates(device)
-            for index, iterator in enumerate(iterators[1:], 1):
-                states[index].restore()
-                batches.append(next(iterator, None))
-                states[index] = GeneratorStates(device)
-            current_state.restore()
+        states, others = self._states, list(enumerate(self.loaders))[1:]
+        states.begin(len(self.loaders))
+        first_iterator = iter(self.loaders[0])
+        iterators = [(index, states.run(index, iter, loader)) for index, loader in others]
+        for first in first_iterator:
+            batches = [first, *(states.run(index, next, iterator, None) for index, iterator in iterators)]
+            states.end()
             self.pending.append(batches)
             yield join_batches([batch for batch in batches if batch is not None]) if self._join else first
+        states.end()
 
 
-def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mode: Any, join: bool) -> ReplicaLoader:
+def split_loader(
+    trainer: Any, loader: Any, replicas: int, states: ReplicaStates, *, shuffle: bool, mode: Any, join: bool
+) -> ReplicaLoader:
     """Split a loader over replicas as ``replicas`` processes would, with Lightning's distributed samplers.
 
     In training Lightning's samplers pad with repeated samples, so that all replicas have as many; in evaluation each
@@ -215,7 +240,7 @@ def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mod
         and trainer._accelerator_connector.use_distributed_sampler
     )
     if not is_split:
-        return ReplicaLoader([loader] * replicas, join=join)
+        return ReplicaLoader([loader] * replicas, states, join=join)
     loaders: list[Any] = []
     for rank in range(replicas):
         sampler = connector._get_distributed_sampler(
@@ -225,4 +250,4 @@ def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mod
             sampler.total_size = len(sampler.dataset)
             sampler.num_samples = len(range(rank, sampler.total_size, replicas))
         loaders.append(connector._update_dataloader(loader, sampler, mode=mode))
-    return ReplicaLoader(loaders, join=join)
+    return ReplicaLoader(loaders, states, join=join)

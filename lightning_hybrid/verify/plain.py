@@ -20,7 +20,7 @@ from lightning_hybrid.batch.split import batch_size_of, split_by_sizes
 from lightning_hybrid.patching import around
 from lightning_hybrid.randomness.generators import GeneratorStates
 from lightning_hybrid.randomness.keyed import KeyedRandomness
-from lightning_hybrid.verify.data import EVALUATIONS, DataSplit, Piece, Pieces, joined, split_loader
+from lightning_hybrid.verify.data import EVALUATIONS, DataSplit, Piece, Pieces, ReplicaStates, joined, split_loader
 from lightning_hybrid.verify.record import RunRecord, prediction_leaves
 from lightning_hybrid.verify.steps import has_batch_norm, rows_of_pieces
 
@@ -99,8 +99,9 @@ class PlainRun:
             self._randomness = KeyedRandomness(seed, torch.device("cpu"))
         connector, replicas = trainer._data_connector, self._data_split.replicas
         if replicas > 1:
+            states = ReplicaStates()
             connector._prepare_dataloader = lambda dataloader, shuffle, mode: split_loader(
-                trainer, dataloader, replicas, shuffle=shuffle, mode=mode, join=self._joins_replicas
+                trainer, dataloader, replicas, states, shuffle=shuffle, mode=mode, join=self._joins_replicas
             )
 
     def finish(self, observed: RunRecord) -> None:

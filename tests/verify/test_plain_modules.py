@@ -180,3 +180,41 @@ def sequences():
 def test_ranks_that_share_layers_are_compared_without_dropout(worlds):
     report = check(worlds, Encodes, Layout("tp2", 2, {"tensor_parallel_size": 2}), make_data=sequences)
     assert report.outcome == "same" and report.notes[-1].endswith("both sides ran without dropout"), str(report)
+
+
+class Masks(LightningModule):
+    """Reconstructs rows that its loaders have masked at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def loss(self, batch):
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def masked(rows):
+    x = torch.stack(rows)
+    torch.rand(int(10 * x[:, 0].abs().sum()))  # as much as the batch is long: replicas draw differently often
+    return x * (torch.rand(x.shape) > 0.3), x
+
+
+def masked_rows():
+    rows = list(torch.randn(48, 6, generator=torch.Generator().manual_seed(1)))
+    loaders = [DataLoader(of, 8, collate_fn=masked) for of in (rows[:32], rows[32:])]
+    return {"train_dataloaders": loaders[0], "val_dataloaders": loaders[1]}
+
+
+@pytest.mark.parametrize("layout", [Layout("dp2", 2), Layout("dp2 x pp2", 4, {"pipeline_parallel_size": 2})])
+def test_replicas_whose_loaders_draw_differently_often(worlds, layout):
+    report = check(worlds, Masks, layout, make_data=masked_rows)
+    assert report.outcome == "same", str(report)
