@@ -19,7 +19,7 @@ _CONTENT = "data.pkl"
 _NOT_ENDED = "did not end"
 
 
-def is_whole(path: str | os.PathLike[str]) -> bool:
+def is_readable(path: str | os.PathLike[str]) -> bool:
     """Whether a local file can be the checkpoint of a Trainer."""
     return not _problem(Path(path))
 

@@ -146,7 +146,7 @@ def known_sizes(batches: Sequence[Any]) -> tuple[int, ...]:
 
 
 class ReplicaStates:
-    """The generator states of all replicas, for their loaders; the first has those of this process.
+    """The generator states of replicas, for their loaders; this process has the states of the first.
 
     They start equal. Each loader goes on where the last one has ended, unless other code has drawn since.
     """

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
 from lightning_hybrid.batch.split import check_number
-from lightning_hybrid.checkpoint.archive import check_archive, is_whole
+from lightning_hybrid.checkpoint.archive import check_archive, is_readable
 from lightning_hybrid.checkpoint.folder import check_complete, is_folder
 from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.graph.partition import wrong_number_of_cuts
@@ -72,7 +72,7 @@ def _not_there(path: str | os.PathLike[str]) -> FileNotFoundError:
     folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
     found = (each for depth in range(4) for each in folder.glob("*/" * depth + "*.ckpt"))
     latest = sorted(found, key=lambda each: each.stat().st_mtime)[-_LISTED:]
-    near = [os.path.relpath(each) for each in latest if is_folder(each) or is_whole(each)]
+    near = [os.path.relpath(each) for each in latest if is_folder(each) or is_readable(each)]
     asked = Path(path).absolute().parent
     there = f"; the folder {asked} does not exist" if asked != folder else "" if near else f"; {folder} has no other"
     if near:
