@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid.batch.merge import Argument
@@ -46,7 +47,7 @@ class MicrobatchRunner(ABC):
         guards: Track whether user code runs, which reads full parameters, or a backward.
         active: The techniques that run layers.
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
-        batch_bytes: Bytes of the tensors in the first batch of full size, by name of a step.
+        batch_bytes: Bytes of the dense tensors in the first batch of full size, by name of a step.
         is_comparing: Whether a batch is compared with its microbatches now: nothing may be rounded at random.
     """
 
@@ -129,7 +130,8 @@ class MicrobatchRunner(ABC):
         count = choose_count(batch, self._num_microbatches, self.plan.most_stages, self.splitter)
         size = batch_size_of(batch)
         if name not in self.batch_bytes:
-            self.batch_bytes[name] = sum(tensor.nbytes for tensor in tensors_inside(batch))
+            dense = (tensor for tensor in tensors_inside(batch) if tensor.layout is torch.strided)
+            self.batch_bytes[name] = sum(tensor.nbytes for tensor in dense)
         if size is None or self.splitter is not None:
             return count
         usual = self._full.setdefault(name, (size, count))

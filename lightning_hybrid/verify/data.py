@@ -82,7 +82,7 @@ class Pieces:
     def of(self, name: str, batches: Sequence[Any], number: int) -> list[Piece]:
         """The microbatches of the replicas' batches in the step ``name`` after training batch ``number``."""
         data_split, pieces, is_training = self._data_split, list[Piece](), name == "training_step"
-        sizes = () if is_training else logged_sizes(batches)  # in training replicas weigh the same, as under DDP
+        sizes = () if is_training else known_sizes(batches)  # in training replicas weigh the same, as under DDP
         weights_of_replicas = [size / sum(sizes) for size in sizes] or [1 / len(batches)] * len(batches)
         for replica, (batch, of_replica) in enumerate(zip(batches, weights_of_replicas, strict=True)):
             count, ranks = self._count(name, batch, number)
@@ -126,17 +126,6 @@ def joined(pieces: Sequence[Piece], batches: Sequence[Any]) -> list[Piece]:
         weight = sum(piece.weight for piece in own)
         full.append(Piece(replica, own[0].number, batch, weight, sizes=sizes, numbers=numbers))
     return full
-
-
-def logged_sizes(batches: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes by which Lightning weighs logged numbers, also of batches with several; none if one has none."""
-    if sizes := known_sizes(batches):
-        return sizes
-    extract = importlib.import_module("lightning.pytorch.utilities.data").extract_batch_size
-    try:
-        return tuple(map(extract, batches))
-    except Exception:  # nothing in it has a size
-        return ()
 
 
 def known_sizes(batches: Sequence[Any]) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class Lit(LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch), sync_dist=True)
+        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch[-1]))
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
