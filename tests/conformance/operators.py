@@ -134,18 +134,18 @@ def spec_data():
     return tensor_loaders(waves(96), ints(3).view(-1))
 
 
-class OwnCodebook(Lit):
+def add_codebook(module):
+    module.register_buffer("codes", 0.2 * torch.randn(12, 8, generator=torch.Generator().manual_seed(3)))
+    module.register_buffer("counts", torch.ones(12))
+    module.register_buffer("sums", module.codes.clone())
+
+
+class Quantizer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.enc = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.dec = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
-        self.register_buffer("codes", torch.randn(12, 8, generator=torch.Generator().manual_seed(3)))
-        self.register_buffer("counts", torch.ones(12))
-        self.register_buffer("sums", self.codes.clone())
+        add_codebook(self)
 
-    def loss(self, batch):
-        x = batch[0]
-        z = self.enc(x)
+    def forward(self, z):
         index = torch.cdist(z, self.codes).argmin(1)
         one_hot = F.one_hot(index, 12).to(z.dtype)
         if self.training:
@@ -154,11 +154,36 @@ class OwnCodebook(Lit):
                 self.sums.mul_(0.9).add_(one_hot.t() @ z, alpha=0.1)
                 self.codes.copy_(self.sums / self.counts.clamp(min=1e-5)[:, None])
         q = self.codes[index]
-        commit = F.mse_loss(z, q.detach())
-        q = z + (q - z).detach()
         p = one_hot.mean(0)
-        self.log("perplexity", torch.exp(-(p * (p + 1e-10).log()).sum()))
-        return F.mse_loss(self.dec(q), x) + 0.25 * commit
+        return z + (q - z).detach(), F.mse_loss(z, q.detach()), torch.exp(-(p * (p + 1e-10).log()).sum())
+
+
+class LayerCodebook(Lit):
+    def __init__(self):
+        super().__init__()
+        self.enc = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.dec = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.quantizer = Quantizer()
+
+    def quantized(self, z):
+        return self.quantizer(z)
+
+    def loss(self, batch):
+        q, commit, perplexity = self.quantized(self.enc(batch[0]))
+        self.log("perplexity", perplexity)
+        return F.mse_loss(self.dec(q), batch[0]) + 0.25 * commit
+
+
+class OwnCodebook(LayerCodebook):
+    """The codebook is the module's own."""
+
+    def __init__(self):
+        super().__init__()
+        del self.quantizer
+        add_codebook(self)
+
+    def quantized(self, z):
+        return Quantizer.forward(self, z)
 
 
 class PINN(Lit):
@@ -326,39 +351,6 @@ class RayMarch(Lit):
 
 def ray_data():
     return tensor_loaders(waves(6), waves(3, phase=1.0).abs())
-
-
-class Quantizer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("codes", 0.2 * torch.randn(12, 8, generator=torch.Generator().manual_seed(3)))
-        self.register_buffer("counts", torch.ones(12))
-        self.register_buffer("sums", self.codes.clone())
-
-    def forward(self, z):
-        index = torch.cdist(z, self.codes).argmin(1)
-        one_hot = F.one_hot(index, 12).to(z.dtype)
-        if self.training:
-            with torch.no_grad():
-                self.counts.mul_(0.9).add_(one_hot.sum(0), alpha=0.1)
-                self.sums.mul_(0.9).add_(one_hot.t() @ z, alpha=0.1)
-                self.codes.copy_(self.sums / self.counts.clamp(min=1e-5)[:, None])
-        q = self.codes[index]
-        p = one_hot.mean(0)
-        return z + (q - z).detach(), F.mse_loss(z, q.detach()), torch.exp(-(p * (p + 1e-10).log()).sum())
-
-
-class LayerCodebook(Lit):
-    def __init__(self):
-        super().__init__()
-        self.enc = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.dec = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
-        self.quantizer = Quantizer()
-
-    def loss(self, batch):
-        q, commit, perplexity = self.quantizer(self.enc(batch[0]))
-        self.log("perplexity", perplexity)
-        return F.mse_loss(self.dec(q), batch[0]) + 0.25 * commit
 
 
 CASES = [
