@@ -6,19 +6,18 @@ Lightning. Uses without Lightning (planning a layout, drawing a schedule) do not
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any, get_args
 
 from lightning_hybrid.checkpoint.loading import accept_folders
 from lightning_hybrid.errors import add_error_note
 from lightning_hybrid.namespace import PACKAGES, extend
-from lightning_hybrid.text import wrapped
+from lightning_hybrid.text import meant, wrapped
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _NAMES: dict[str, dict[str, Any]] = {
@@ -84,14 +83,14 @@ def _meant(message: str, options: Mapping[str, Any]) -> str:
     if "invalid strategy name" in message and isinstance(strategy, type) and issubclass(strategy, _own_strategy()):
         return f"give the strategy an object, not its class: strategy={strategy.__name__}()"
     name = strategy if isinstance(strategy, str) and f"strategy={strategy!r}" in message else ""
-    if name.startswith("hybrid") or _nearest(name, _NAMES):
+    if name.startswith("hybrid") or meant(name, _NAMES):
         return (
             f"names of lightning_hybrid are {', '.join(_NAMES)}; other options are arguments:"
-            f" strategy=Hybrid3DStrategy(pipeline_parallel_size=2){_nearest(name, _NAMES)}"
+            f" strategy=Hybrid3DStrategy(pipeline_parallel_size=2){meant(name, _NAMES)}"
         )
     if f"Precision {precision!r} is invalid" in message and _is_ours(strategy):
         names = get_args(importlib.import_module("lightning_hybrid.precision.hybrid").PrecisionName)
-        return f"set precision to one of {', '.join(names)}{_nearest(str(precision), names)}"
+        return f"set precision to one of {', '.join(names)}{meant(str(precision), names)}"
     if "invalid type for plugin" in message and "Hybrid3DStrategy" in message:
         return "a strategy is no plugin: pass it as strategy=Hybrid3DStrategy(...)"
     return ""
@@ -100,11 +99,6 @@ def _meant(message: str, options: Mapping[str, Any]) -> str:
 def _own_strategy() -> type:
     found: type = importlib.import_module("lightning_hybrid.strategies.hybrid3d").Hybrid3DStrategy
     return found
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, [*known], n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _without_ours(init: Callable[..., None], *arguments: Any, **options: Any) -> None:

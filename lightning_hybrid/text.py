@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 WIDTH = 100  # characters of a line
 _UNITS = ("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9)
@@ -36,6 +37,12 @@ def contrasted(one: float, other: float) -> tuple[str, str]:
     """Return two numbers with as many digits as make them differ, but at least six."""
     texts = ((f"{one:.{digits}g}", f"{other:.{digits}g}") for digits in range(6, 18))
     return next((both for both in texts if both[0] != both[1]), (f"{one:.6g}", f"{other:.6g}"))
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the nearest known one; "" if none is near."""
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def counted(count: int, noun: str) -> str:

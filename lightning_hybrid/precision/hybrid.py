@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
@@ -25,6 +24,7 @@ from lightning_hybrid.precision.message_dtypes import MessageDtype, message_dtyp
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 from lightning_hybrid.precision.stochastic_rounding import KeyedRounding, ParameterNames
+from lightning_hybrid.text import meant
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
 
@@ -78,10 +78,9 @@ class HybridPrecision(MixedPrecision):
     ) -> None:
         # MixedPrecision's own __init__ is for two of the six precisions; its methods are right for the others too.
         if precision not in get_args(PrecisionName):
-            near = difflib.get_close_matches(str(precision), get_args(PrecisionName), n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            names = ", ".join(get_args(PrecisionName))
-            raise ValueError(f"precision={precision!r} is unknown; use one of {names}{meant}")
+            names = get_args(PrecisionName)
+            near = meant(str(precision), names)
+            raise ValueError(f"precision={precision!r} is unknown; use one of {', '.join(names)}{near}")
         if scaler is not None and precision != "16-mixed":
             raise ValueError(
                 f"precision={precision!r} takes no scaler but got {scaler}; leave it out, or set precision='16-mixed'"

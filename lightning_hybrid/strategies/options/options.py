@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -19,7 +18,7 @@ from lightning_hybrid.memory.recompute.policies import Recompute, check_recomput
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.strategies.options.widths import check_widths
-from lightning_hybrid.text import counted
+from lightning_hybrid.text import counted, meant
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import Objective
@@ -170,10 +169,8 @@ class Options:
 
     def _check_schedule(self) -> None:
         if self.schedule not in SCHEDULE_NAMES:
-            near = difflib.get_close_matches(str(self.schedule), SCHEDULE_NAMES, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            names = ", ".join(SCHEDULE_NAMES)
-            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {names}{meant}")
+            near = meant(str(self.schedule), SCHEDULE_NAMES)
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}{near}")
         if not is_count(self.stages_per_rank):
             raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
         limit = self.max_microbatches_in_flight
