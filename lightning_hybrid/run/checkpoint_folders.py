@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.local import OwnedShards, unsharded
+from lightning_hybrid.checkpoint.full import saved_tensors
+from lightning_hybrid.checkpoint.local import unsharded
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.patching import replace
 from lightning_hybrid.randomness.generators import plain_generator_states
@@ -83,10 +84,11 @@ class CheckpointFolders(CheckpointFiles):
     def _divided(self, full: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict of the full module with what this rank may have to write of each tensor."""
         local, divided = self._state.local_states.tensors(), dict(full)
+        own = saved_tensors(self._module)
         for name, value in full.items():
             if isinstance(value, Tensor):
-                shards = local.get(name)
-                divided[name] = shards if _is_same_tensor(value, shards) else unsharded(value, counts=self._is_first)
+                is_own = name in own and own[name].data_ptr() == value.data_ptr() and own[name].shape == value.shape
+                divided[name] = local[name] if is_own else unsharded(value, counts=self._is_first)
         return divided
 
     def warn_of_size(self, setting: Setting) -> None:
@@ -171,15 +173,6 @@ class CheckpointFolders(CheckpointFiles):
         super().close(in_shards=in_shards)
         if not in_shards:  # else checkpoints after the run are of shards too
             self._reading_shards.close()
-
-
-def _is_same_tensor(value: Tensor, local: Any) -> bool:
-    """Whether a tensor in the module's state dict is the tensor that the module holds."""
-    return (
-        isinstance(local, OwnedShards)
-        and (local.shape, local.dtype) == (tuple(value.shape), value.dtype)
-        and all(box.content.data_ptr() == value.data_ptr() for box in local.boxes)
-    )
 
 
 def _version(package: str) -> str:

@@ -96,6 +96,29 @@ def test_averages_resume_under_another_layout(worlds, tmp_path, saving, loading)
         compare(result, expected, rtol=1e-9)
 
 
+def averaged_and_saved_after(run, resume, tp=1):
+    """Trained with an average of the weights, and saved once training has ended."""
+    module, average = Net(), EMAWeightAveraging(decay=0.7, device=None)
+    trainer = fit(run, module, average, max_epochs=3 if resume else 2, resume=resume, tp=tp)
+    trainer.save_checkpoint(f"{run.folder}/{'second' if resume else 'first'}.ckpt")
+    return run.numbers(trainer, module)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_averages_saved_after_a_run(worlds, tmp_path, is_resumed):
+    def runs(name, *layout):
+        folder = f"{tmp_path}/{name}"
+        results = worlds.run(layout[0], on_rank_in, averaged_and_saved_after, *layout, folder, None)
+        if is_resumed:
+            resume = f"{folder}/first.ckpt"
+            results = worlds.run(layout[0], on_rank_in, averaged_and_saved_after, *layout, folder, resume)
+        return results
+
+    [expected] = runs("one", 1, 1, 1, 0)
+    for result in runs("two", 2, 2, 1, 0):
+        compare(result, expected, rtol=1e-9)
+
+
 class InTp(Run):
     """Replicas are the ranks that neither stages nor tensor ranks share."""
 
