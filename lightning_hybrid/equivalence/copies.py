@@ -11,10 +11,14 @@ from torch import Tensor, nn
 
 
 def random_copy(unit: nn.Module, generator: torch.Generator, dtype: torch.dtype) -> nn.Module:
-    """A copy of a unit with random weights on the CPU; the unit's own weights are not read."""
+    """A copy of a unit with random weights on the CPU; the unit's own weights are not read.
+
+    All weights need gradients: those that are frozen now may be trained later in the run.
+    """
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
-        memo[id(parameter)] = nn.Parameter(_random(parameter, generator, dtype), requires_grad=parameter.requires_grad)
+        drawn = _random(parameter, generator, dtype)
+        memo[id(parameter)] = nn.Parameter(drawn, requires_grad=drawn.is_floating_point() or drawn.is_complex())
     for buffer in unit.buffers():
         memo[id(buffer)] = _buffer(buffer, generator, dtype)
     for module in unit.modules():

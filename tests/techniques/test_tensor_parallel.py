@@ -204,6 +204,30 @@ def test_weight_averages(worlds, layout):
         torch.testing.assert_close(ranks[0].extra["file"][key], value, rtol=1e-9, atol=1e-12)
 
 
+class FreezesAtFirst(Callback):
+    """Trains the first layer from the second batch on."""
+
+    recorded = None
+
+    def setup(self, trainer, pl_module, stage):
+        self.layers = next(child for child in pl_module.modules() if isinstance(child, torch.nn.ModuleList))
+        self.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1:
+            self.layers[0].requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"cp": 2}, {"tp": 2, "sequence": True}, *slow({"tp": 2}, {"tp": 2, "cp": 2}, {"cp": 2, "pp": 2}, {"cp": 3})],
+    ids=str,
+)
+def test_layer_that_is_trained_later(worlds, layout):
+    """Its plan is proved while it is frozen, and sums gradients that it has only later."""
+    check(worlds, Run("GPT2", **layout, num_batches=3, callback=FreezesAtFirst))
+
+
 def compile_a_layer(module):
     module.layers[0].compile(backend="eager")
 

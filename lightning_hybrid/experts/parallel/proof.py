@@ -82,7 +82,7 @@ class _Comparison:
         self, module: nn.Module, adapter: ExpertsAdapter, size: int, dtype: torch.dtype, width: WidthSharding
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.full = random_copy(module, self.generator, dtype).requires_grad_()
+        self.full = random_copy(module, self.generator, dtype)
         self.adapter, self.size, self.dtype = adapter, size, dtype
         self.ranks = ExpertRanks(self.full, adapter, size, width)
         self.modules = [module for modules in self.ranks.modules for module in modules]
