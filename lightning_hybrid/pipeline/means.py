@@ -68,7 +68,7 @@ class ComparedLoss(NamedTuple):
     by_means: float  # with the weights of recorded means
     by_samples: float  # all of it weighted by samples
     dtype: torch.dtype  # the dtype in which the losses were rounded
-    logged: frozenset[Key]  # what is logged, and is that of the batch with the weights of recorded means
+    logged: frozenset[Key]  # what is logged, and is the batch's as a mean with the weights of recorded means
 
     def agrees(self, other: float) -> bool:
         """Whether a loss of the microbatches equals the batch's."""
@@ -209,8 +209,8 @@ class LossMeanWeights:
                     losses.append(weight * float(run.made[variant.loss].detach()))
                     runs.undo()
                 totals = [totals[0] + losses[0], totals[1] + losses[-1]]
-        logged = {key: entry.values[0] for key, entry in keyed(logs.entries())}
-        joined = {key: entry.combine(given.weights, given.sizes) for key, entry in keyed(means.entries())}
+        logged = {key: entry.values[0] for key, entry in keyed(logs.entries()) if entry.values[0]}  # 0 shows nothing
+        joined = {key: entry.combine(given.weights, given.sizes, "mean") for key, entry in keyed(means.entries())}
         same = frozenset(key for key in logged.keys() & joined.keys() if is_same(logged[key], joined[key], dtype))
         return ComparedLoss(float(full), totals[0], totals[1], dtype, same)
 

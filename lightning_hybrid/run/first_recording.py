@@ -214,7 +214,7 @@ def _measured(setting: Setting, runner: StepRunner, call: Call) -> tuple[LossWei
         keys=keys,
         reductions=measured.reductions,
         unexplained=tuple(each for each in measured.unexplained if each[0] not in means),
-        nearest=tuple(each for each in measured.nearest if each[0] not in means),
+        nearest=tuple((key, "mean" if key in means else how) for key, how in measured.nearest),
         scaled=measured.scaled,
     )
     return found, uses_means, not had_no_room
