@@ -39,6 +39,9 @@ class SyncedBatchNorm:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Uses the statistics of all replicas in training steps and backwards inside the context."""
+        if torch.batch_norm == self._batch_norm:  # a backward inside of a manual step
+            yield
+            return
         self._original = torch.batch_norm
         with replaced(torch, "batch_norm", self._batch_norm, reason="statistics over all replicas"):
             yield

@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.layer_sync import LayerSync
+from torch import nn
 from torch.utils.data import DataLoader
 
 from harness.fits import Run, assert_parity, fit, reference_of, trainer_of
@@ -54,6 +56,48 @@ def test_default_statistics_are_per_replica(worlds):
     expected = reference_of(worlds, run)
     rank, _ = worlds.run(2, fit, run)
     assert not torch.allclose(rank.state["norm.running_mean"], expected.state["norm.running_mean"], rtol=1e-3)
+
+
+class StepsTwice(LightningModule):
+    """Two forwards and backwards in a manual step; one of its norms is in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        norms = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh()) for norm in norms)
+
+    def on_train_epoch_start(self):
+        self.layers[1][1].eval()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for power in (2, 4):
+            x = batch
+            for layer in self.layers:
+                x = layer(x)
+            optimizer.zero_grad()
+            self.manual_backward(x.pow(power).mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_twice(size, strategy):
+    module, data = StepsTwice().double(), torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).double()
+    trainer = trainer_of(size, Hybrid3DStrategy(**strategy) if size > 1 else None, [], use_distributed_sampler=False, **SYNC)
+    rows = range(trainer.global_rank, 16, size)  # each replica has its share of each batch
+    trainer.fit(module, DataLoader(data, batch_size=8 // size, sampler=rows))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", [{}, FULL, {"zero_stage": 3}], ids=str)
+def test_manual_steps_with_a_norm_in_eval_mode(worlds, strategy):
+    [expected] = worlds.run(1, fit_twice, 1, {})
+    for state in worlds.run(2, fit_twice, 2, {"num_microbatches": 1, **strategy}):
+        torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-12)
 
 
 class UserSync(LayerSync):
