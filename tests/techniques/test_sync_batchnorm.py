@@ -87,7 +87,9 @@ class StepsTwice(LightningModule):
 
 def fit_twice(size, strategy):
     module, data = StepsTwice().double(), torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).double()
-    trainer = trainer_of(size, Hybrid3DStrategy(**strategy) if size > 1 else None, [], use_distributed_sampler=False, **SYNC)
+    trainer = trainer_of(
+        size, Hybrid3DStrategy(**strategy) if size > 1 else None, [], use_distributed_sampler=False, **SYNC
+    )
     rows = range(trainer.global_rank, 16, size)  # each replica has its share of each batch
     trainer.fit(module, DataLoader(data, batch_size=8 // size, sampler=rows))
     return {name: value.clone() for name, value in module.state_dict().items()}
