@@ -184,7 +184,7 @@ class ExpertParallel(Technique):
         meet = partial(run.setting.world.rendezvous, compares=False)
         if self._widths is not None:
             ranks = HookAgreement(run.mesh.group("tp"), run.setting.device, meet, "tensor")
-            self._widths.gather_on_read(self._over_width, self._guards, ranks)
+            self._widths.gather_on_read(self._over_width, self._guards, ranks, run.names_over("ep"))
         if self.shared is None:
             return _Experts(self._widths, modules)
         self.shared.be_ready()

@@ -151,7 +151,7 @@ class TensorParallel(Technique):
         shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, run.randomness.uncounted)
         meet = partial(run.setting.world.rendezvous, compares=False)
         ranks = HookAgreement(run.mesh.group("tp"), run.setting.device, meet, "tensor")
-        shards.gather_on_read(run.runner.guards, ranks)
+        shards.gather_on_read(run.runner.guards, ranks, run.names_over("ep"))
         if (runner := run.plain_runner) is not None:
             runner.gather_outputs(any(plan.vocabulary or plan.positions for plan in shards.plans.values()))
         return _Shards(shards)

@@ -43,6 +43,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "save": ("inside", "after"),
 }
 
+LAYOUTS["ep2 x tp2"] = (1, 2, 2, 2), {}  # not among those that are drawn
+
 
 @dataclass(frozen=True)
 class Combination:

@@ -1,6 +1,7 @@
 """Combinations of techniques drawn by seeds equal the plain Trainer in one process."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,7 +49,18 @@ def world_size(layout):
     "seed", [pytest.param(seed, marks=[] if seed in DEFAULT else [pytest.mark.slow]) for seed in range(300)]
 )
 def test_equals_one_process(worlds, tmp_path, seed):
-    combination = drawn(seed)
+    check(worlds, tmp_path, drawn(seed))
+
+
+@pytest.mark.parametrize("experts", ["listed", "stacked"])
+def test_manual_steps_of_experts_over_tensor_ranks(worlds, tmp_path, experts):
+    """Their gradients, which `zero_grad` reads, are shards of two axes."""
+    changes = {"layout": "ep2 x tp2", "then": "ep2", "experts": experts, "optimization": "one manual"}
+    plain = {"recompute": None, "batch_norm": False, "replicas": None, "hook": "reads norm", "clipping": "norm"}
+    check(worlds, tmp_path, replace(drawn(0), **changes, **plain))
+
+
+def check(worlds, tmp_path, combination):
 
     def on_ranks(layout, *arguments):
         return worlds.run(1 if layout is None else world_size(layout), fit, *arguments, timeout=120)

@@ -129,7 +129,7 @@ class ShardedExperts:
     def gather_gradients(self, shards: LocalShards, agreement: HookAgreement) -> None:
         """Gather gradients when code outside of layers reads them; called after ``be_ready``."""
         named = {name: p for parameters in self._parameters.values() for name, p in parameters.items()}
-        full = FullGradients(named, shards, self.sharding.group, agreement)
+        full = FullGradients(named, shards, agreement)
         gather = GatherCallbacks(self._guards, self._refuse, gradient=full.get, set_gradient=full.set)
         self._outside = OutsideLayerGuard("experts", gather)
         self._guards.before_shard_access.append(full.settle)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -154,9 +154,14 @@ class TensorShardedExperts:
         self._replaced: set[str] = set()  # modules that run in full now
         self._reads: list[FullParameterReads] = []
 
-    def gather_on_read(self, sharding: AxisSharding, guards: ReadGuards, agreement: HookAgreement) -> None:
-        """Gathers parameters, sharded so over tensor ranks, when code outside of the experts reads them."""
-        self._reads = [FullParameterReads(self._root, sharding, (), guards, agreement)]
+    def gather_on_read(
+        self, sharding: AxisSharding, guards: ReadGuards, agreement: HookAgreement, without: Collection[str]
+    ) -> None:
+        """Gathers parameters, sharded so over tensor ranks, when code outside of the experts reads them.
+
+        ``without`` are FQNs of parameters that other axes shard too, and gather over all of them.
+        """
+        self._reads = [FullParameterReads(self._root, sharding, without, guards, agreement)]
 
     def _modules(self) -> dict[str, nn.Module]:
         modules = {fqn: self._root.get_submodule(fqn) for fqn in self._widths}

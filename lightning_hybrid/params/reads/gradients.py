@@ -48,11 +48,11 @@ class FullGradients:
         self,
         parameters: Mapping[str, nn.Parameter],
         shards: LocalShards,
-        group: dist.ProcessGroup,
         agreement: HookAgreement,
     ) -> None:
-        """Take parameters by FQN, in one order on all ranks, and the ranks of ``group`` that share them."""
-        self._parameters, self._shards, self._group, self._agreement = dict(parameters), shards, group, agreement
+        """Take parameters by FQN, in one order on all ranks; those of the agreement share them."""
+        self._parameters, self._shards, self._agreement = dict(parameters), shards, agreement
+        self._group = agreement.group
         self._order = list(parameters)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
         self._gradients: dict[str, _Gradient] = {}

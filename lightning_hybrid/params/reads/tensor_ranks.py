@@ -45,7 +45,7 @@ class FullParameterReads:
         self._parameters = [p for p in root.parameters() if id(p) in self._names]
         self._copies = FullCopies(self._shards)
         named = {self._names[id(p)]: p for p in self._parameters}
-        self._gradients = FullGradients(named, self._shards, cut.group, agreement)
+        self._gradients = FullGradients(named, self._shards, agreement)
         full = self._gradients
         gather = GatherCallbacks(guards, self._full, self._record_copy, full.get, full.set, self._derivative)
         self._outside = OutsideLayerGuard("tensor", gather)

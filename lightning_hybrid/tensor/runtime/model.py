@@ -221,11 +221,14 @@ class ShardedModel:
                 found[name] = Vocabulary(self.shardings[0].placements[name].length, ranks)
         return found
 
-    def gather_on_read(self, guards: ReadGuards, agreement: HookAgreement) -> None:
-        """Gathers parameters when code outside of units reads them, where no recording shows what it reads."""
-        used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
+    def gather_on_read(self, guards: ReadGuards, agreement: HookAgreement, without: Collection[str]) -> None:
+        """Gathers parameters when code outside of units reads them, where no recording shows what it reads.
+
+        ``without`` are FQNs of parameters that other axes shard too, and gather over all of them.
+        """
+        left = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside} | {*without}
         cut = next((axis for axis in self.shardings if axis.axis == "tp" and axis.placements), None)
-        self._reads = None if cut is None else FullParameterReads(self._root, cut, used_outside, guards, agreement)
+        self._reads = None if cut is None else FullParameterReads(self._root, cut, left, guards, agreement)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
