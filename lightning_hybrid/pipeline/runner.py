@@ -49,7 +49,7 @@ class MicrobatchRunner(ABC):
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         batch_bytes: Bytes of the dense tensors in the first batch of full size, by name of a step.
         is_comparing: Whether a batch is compared with its microbatches now: nothing may be rounded at random.
-        declared: Warnings that a number is not that of the batch, by the name that logs it or its metric's.
+        declared: Warnings about numbers that are not those of the batch, by logged name or metric.
     """
 
     def __init__(

@@ -219,7 +219,7 @@ class Run:
 
     @property
     def declared(self) -> dict[str, str]:
-        """Warnings that a number is not that of the batch, by the name that logs it or its metric's."""
+        """Warnings about numbers of microbatches that the batch does not have, by logged name or metric."""
         return {} if self.runner is None else self.runner.declared
 
     def close(self) -> Run:

@@ -30,6 +30,7 @@ from lightning_hybrid.verify.references import (
 
 # An update that rounding alone changes by more, relative to its size, is compared weakly.
 _WEAK = 1e-2
+_UNSPLIT = "each batch was one microbatch"
 Outcome = Literal["same", "refused", "different", "failed"]
 _DROPPED = (
     "the module draws random numbers, and ranks that share a layer draw what they drop each for itself: both sides ran"
@@ -293,9 +294,7 @@ class Verification:
             notes.append(f"{names}: run unsplit on every rank, as it cannot be partitioned")
         if (begin := ranks[0].unsplit_from) is not None:
             since = f" from step {begin + 1} on" if begin else ""
-            notes.append(
-                "training_step makes values that microbatches do not determine: each batch was one microbatch" + since
-            )
+            notes.append(f"training_step makes values that microbatches do not determine: {_UNSPLIT}{since}")
         full, mean = reference.unchanged_loss, first_loss(reference.observed)
         if full is not None and mean is not None:
             replicas, count, _ = reference.observed.batch

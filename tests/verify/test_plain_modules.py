@@ -69,7 +69,7 @@ def masked_data():
     return DataLoader(TensorDataset(x, y, torch.rand(32, 6, generator=generator) > 0.5), 8)
 
 
-def test_numbers_that_the_run_warns_of_are_told_apart(worlds):
+def test_logged_numbers_that_the_run_warns_of_are_no_difference(worlds):
     report = check(worlds, Perplexity, LAYOUTS[1], make_data=masked_data)
     assert (report.outcome, report.declared) == ("same", ("ppl",)), str(report)
     [note] = [note for note in report.notes if "ppl" in note]

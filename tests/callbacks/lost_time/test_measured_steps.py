@@ -168,7 +168,7 @@ def test_runs_without_stages_have_no_bubble():
     assert len(lines) == 6 and lines[1].split() == ["ms", "work", "communication", "input", "host", "optimizer"]
 
 
-def test_gaps_of_the_host_are_told_apart():
+def test_seconds_of_the_host_before_and_between_actions():
     spans = [Span(0, Action(kind, 0, 0), at, at + 1.0) for kind, at in ((Kind.F, 0.5), (Kind.B, 1.75))]
     collected = MeasuredSteps()
     collected.add(1, MeasuredStep(Timeline(tuple(spans), 1), (), {"rank": [0]}, 1, inputs=((-0.1, 0.0),)), None)

@@ -257,7 +257,7 @@ def test_batch_line_without_a_recorded_step(replicas, accumulated, microbatches,
     [(None, 16, 1e5, 2), (None, 16, 1e8, 0), (8, 16, 1e5, 0), (None, 11, 1e5, 0), (None, None, 1e5, 0)],
     ids=["small", "large operations", "given", "no divisor", "unknown"],
 )
-def test_small_microbatches_by_default_are_noted(given, samples, flops, fewer):
+def test_line_on_small_default_microbatches(given, samples, flops, fewer):
     layout, options = SimpleNamespace(pipeline_parallel_size=2), SimpleNamespace(microbatches=given)
     run = SimpleNamespace(setting=SimpleNamespace(layout=layout, options=options))
     stages = SimpleNamespace(costs=lambda: [5 * flops, 5 * flops], graph=SimpleNamespace(nodes=[None] * 10))
