@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.run.partition import RecordedBatch
 
 
-# FLOPs of an operation that take a core as long as Python takes to start one.
-_SHORT = 1e6
+# FLOPs that take a core the 50 µs in which a stage starts an operation.
+_SHORT = 5e6
 _CUDA = (
     "CUDA: the tests of one GPU have passed; several GPUs, NCCL between ranks and several machines have not been"
     " tried. Run `python -m pytest -m gpu -n 0 tests/gpu` first; verify_first_step=True compares the first step with"
