@@ -45,7 +45,8 @@ def summary(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
 def table(content: Mapping[str, Any], *, lists_all: bool = False) -> str:
     """Format what `summary` returns: layout, step and versions, and a line for each tensor, or each kind of them.
 
-    Tensors of a kind have names that differ only in numbers, as those of equal layers do.
+    Tensors of a kind have names that differ only in numbers, as those of equal layers do; an optimizer has one kind
+    for each state.
     """
     versions = {name: version for name, version in content["versions"].items() if version}
     tensors, files = content["tensors"], content["files"]
@@ -88,10 +89,11 @@ def _numbers_by_part(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _kind(key: str) -> str:
-    """The key of a tensor with a star for each number, except the number of its optimizer."""
-    path = key.split("/")
-    own = 2 if path[0] == "optimizer" else 1
-    return "/".join([*path[:own], *(re.sub(r"\b\d+\b", "*", part) for part in path[own:])])
+    """The key of a tensor with a star for each number; for the parameter, in a state of an optimizer."""
+    first, *path = key.split("/")
+    if first == "optimizer":
+        return "/".join([first, path[0], "*", path[-1]])
+    return "/".join([first, *(re.sub(r"\b\d+\b", "*", part) for part in path)])
 
 
 def describe_layout(axes: Mapping[str, Any]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,9 @@ _EXAMPLE = f"""example:
   lightning-hybrid explain main.py --config config.yaml
 
 {STATUSES}"""
+
+
+_EVEN = 0.8  # of its time that a pipeline rank of mean cost works while the slowest one does
 
 
 def add_to(commands: Any) -> None:
@@ -165,6 +170,28 @@ def _sizes(names: set[str], num_bytes: Any, sizes: dict[str, int]) -> dict[str, 
     return {"parameters": sum(sizes[name] for name in own), "bytes": sum(num_bytes[name] for name in own)}
 
 
+def balance_line(units: list[dict[str, Any]], stages: list[dict[str, Any]]) -> str:
+    """Return a line on ranks of uneven costs, with the nearest number of ranks whose costs are even; "" if they are."""
+    from lightning_hybrid.graph.partition import balance
+
+    costs, of_ranks = [unit["cost_share"] for unit in units], Counter[int]()
+    for stage in stages:
+        of_ranks[stage["pipeline_rank"]] += stage["cost_share"]
+    count, largest = len(of_ranks), max(of_ranks.values())
+    if count * largest <= 1 / _EVEN:
+        return ""
+    for fewer in range(count - 1, 0, -1):
+        cuts = [*balance(costs, fewer), len(costs)]
+        share = max(sum(costs[start:end]) for start, end in itertools.pairwise(cuts))
+        if fewer * share <= 1 / _EVEN:
+            break
+    better = f"the nearest good one is pp={fewer} (at most {share:.0%})" if fewer > 1 else "one rank is better"
+    return (
+        f"a bad layout: one of {count} pipeline ranks has {largest:.0%} of the cost, and an equal share is"
+        f" {1 / count:.0%}, so the others wait {1 - 1 / (count * largest):.0%} of the time; {better}"
+    )
+
+
 def _print(content: dict[str, Any]) -> None:
     if content["refused"] is not None:
         print(wrapped(f"refused: {content['refused']}"))
@@ -178,6 +205,8 @@ def _print(content: dict[str, Any]) -> None:
             rows.append((f"stage {stage['stage']} in all", str(stage["stage"]), *_numbers(stage)))
         print_table(rows)
     if content["refused"] is None:
+        if content["stages"] and (uneven := balance_line(content["units"], content["stages"])):
+            print(wrapped(uneven), end="\n\n")
         _print_memory(content)
         print(wrapped(content["table"]))
     elif "table" in content:

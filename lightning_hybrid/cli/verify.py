@@ -27,6 +27,7 @@ from lightning_hybrid.cli.module import (
     layout_of,
 )
 from lightning_hybrid.cli.progress import Progress
+from lightning_hybrid.text import wrapped
 
 if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout, Report, Verification
@@ -87,9 +88,11 @@ def run(parsed: argparse.Namespace) -> int:
         from lightning_hybrid.verify import table
 
         print(table(reports))
+        for line in (line for report in reports for line in report.worst_lines()):
+            print(line)
         for note in dict.fromkeys(note for report in reports for note in report.notes):
             names = ", ".join(report.layout for report in reports if note in report.notes)
-            print(f"note on {names}: {note}")
+            print(wrapped(f"note on {names}: {note}"))
     if not all(report.passes(strict=parsed.strict) for report in reports):
         return PROBLEM
     return REFUSED if any(report.outcome == "refused" for report in reports) else OK

@@ -23,7 +23,7 @@ from lightning_hybrid.collectives.agreement import Digest
 from lightning_hybrid.errors import HybridError, StepError
 from lightning_hybrid.pipeline.kept import AppendedEntries, ModuleChanges
 from lightning_hybrid.pipeline.left import LeftValues
-from lightning_hybrid.pipeline.logs import NumberKey, describe_undecided, describe_unexplained
+from lightning_hybrid.pipeline.logs import describe_undecided, describe_unexplained
 from lightning_hybrid.pipeline.means import LossWeightFinder
 from lightning_hybrid.pipeline.measure import Comparison, LossWeighting, agree_on_weighting
 from lightning_hybrid.pipeline.runner import MicrobatchRunner, StepResult
@@ -88,7 +88,6 @@ class PlainRunner(MicrobatchRunner):
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
-        self._warned = set[NumberKey]()  # numbers of a batch that its parts do not give
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(self.splitter, inform)
         self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``
@@ -350,9 +349,9 @@ class PlainRunner(MicrobatchRunner):
             self._warn(why)
             return
         for key, full, made, how in found.unexplained:
-            if key not in self._warned:
-                self._warned.add(key)
-                self._warn(describe_unexplained("training_step", key, full, made, how))
+            if key[0] not in self.declared:
+                self.declared[key[0]] = describe_unexplained("training_step", key, full, made, how)
+                self._warn(self.declared[key[0]])
 
     def _measured(self, call: Call, count: int, *, has_room: bool) -> LossWeighting:
         """Measure how the parts of a batch weigh in its loss and gradients; arguments as for ``decide``."""

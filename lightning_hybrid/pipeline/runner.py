@@ -49,6 +49,7 @@ class MicrobatchRunner(ABC):
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         batch_bytes: Bytes of the dense tensors in the first batch of full size, by name of a step.
         is_comparing: Whether a batch is compared with its microbatches now: nothing may be rounded at random.
+        declared: Warnings about numbers that are not those of the batch, by logged name or metric.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class MicrobatchRunner(ABC):
         self.batch_bytes: dict[str, int] = {}
         self._root, self._randomness, self._metrics = plan.root, plan.randomness, metrics
         self._replica, self._warn = replica, warn
+        self.declared: dict[str, str] = {}
         self._num_microbatches = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 

@@ -247,6 +247,7 @@ class StepRunner(MicrobatchRunner):
         logged, content = exchange.finish(outcome.runs)
         if call.trains and len(given) > 1:  # once: later batches log the same keys
             for key, text in exchange.warnings():
+                self.declared[key[0]] = text
                 if not isinstance(key, Argument):
                     self._warn(text)
                 elif not self._replica:  # no other rank of this pipeline knows

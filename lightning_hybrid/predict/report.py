@@ -9,11 +9,20 @@ from typing import Any
 from lightning_hybrid.predict.costs.layers import ModelCosts
 from lightning_hybrid.predict.families import larger_than_device, largest_difference, slower_than, within_error
 from lightning_hybrid.predict.hardware import Hardware
-from lightning_hybrid.predict.layout import FLOAT8, NumberFormat, spelled, strategy_options
+from lightning_hybrid.predict.layout import (
+    FLOAT8,
+    NumberFormat,
+    layout_from_options,
+    number_format_of,
+    spelled,
+    strategy_options,
+)
 from lightning_hybrid.predict.plans import TIE, Plan, Rejection, SearchResult
+from lightning_hybrid.predict.search import predict_plan
 from lightning_hybrid.predict.words import words_of
 from lightning_hybrid.text import columns, counted, sized, timed, wrap
 
+_TOY = 0.01  # of a device, below which the states of a model need no layout
 _LEAST_SHARE = 0.005  # of a total, below which a term is left out
 
 
@@ -168,6 +177,11 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
     """Return the best plans, what their words mean, the reasons against other families, and the first one's Trainer."""
     spellings = [spelled(plan.layout) for plan in run.result.plans[:most]]
     lines = [*wrap(run.title), run.samples, "", *ranked_lines(run, most), ""]
+    form, alone = run.number_format, _alone(run)
+    if run.costs.parameters * (form.parameter + form.gradient + form.state) < _TOY * alone.memory.capacity:
+        held = f"{sized(alone.memory.least)} of {sized(alone.memory.capacity)}"
+        lines.insert(0, f"the step fits one device ({held}): no layout is needed, and further devices are replicas")
+        return "\n".join([*lines, run.trainer_arguments(run.result.best), *note_lines(run)])
     lines += [
         f"why not{run.compared_samples(most)}",
         *columns([(f"  {family}", reason) for family, reason in _reasons(run.result.rejected)], wrapped=1),
@@ -178,6 +192,27 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
     ]
     lines += [run.trainer_arguments(run.result.best), *note_lines(run)]
     return "\n".join(lines)
+
+
+def _alone(run: PlannedRun) -> Plan:
+    """Return the plan of one device with the chosen one's batch of a replica."""
+    best = run.result.best.layout
+    layout = layout_from_options({}, 1, best.batch // best.data, microbatch=best.microbatch)
+    return predict_plan(run.costs, layout, run.number_format, run.hardware)
+
+
+def _in_half(run: PlannedRun) -> str:
+    """Return the note on what the chosen plan would take in bfloat16; "" where that is not faster."""
+    best, half = run.result.best, number_format_of("bf16-mixed", run.number_format.state)
+    if run.precision != "32-true" or half.products not in run.hardware.product_flops:
+        return ""
+    other = predict_plan(run.costs, best.layout, half, run.hardware)
+    if other.time is None or best.time is None or other.time.seconds > 0.95 * best.time.seconds:
+        return ""
+    return (
+        f"--precision bf16-mixed would take {timed(other.time.seconds)} in place of {timed(best.time.seconds)}, and"
+        f" {sized(other.memory.least)} in place of {sized(best.memory.least)} of memory"
+    )
 
 
 def _reasons(rejected: Sequence[Rejection]) -> Iterator[tuple[str, str]]:
@@ -191,7 +226,7 @@ def _reasons(rejected: Sequence[Rejection]) -> Iterator[tuple[str, str]]:
 
 def note_lines(run: PlannedRun) -> list[str]:
     """Return the notes on the costs and on the hardware, in lines."""
-    notes = list(run.costs.notes)
+    notes = [*filter(None, [_in_half(run)]), *run.costs.notes]
     if not run.result.best.is_calibrated:
         notes.append(f"uncalibrated: no run like this was compared, so that the error bar is {_bar(run.result.best)}")
     if not run.result.best.fits_with_error:

@@ -217,6 +217,11 @@ class Run:
         """Names of steps whose batches are not split into microbatches, so far."""
         return frozenset() if self.runner is None else self.runner.unsplit_step_names
 
+    @property
+    def declared(self) -> dict[str, str]:
+        """Warnings about numbers of microbatches that the batch does not have, by logged name or metric."""
+        return {} if self.runner is None else self.runner.declared
+
     def close(self) -> Run:
         """Undo the changes to the user's objects; return the run with the attributes that outlive it."""
         self.until_end.close()

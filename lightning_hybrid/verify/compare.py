@@ -26,6 +26,8 @@ _ROUNDING = {"64-true": 1e-10, "32-true": 2e-5}
 # Units in the last place, times the root of the number of steps, by which rounding may move the weight itself: its
 # update may have few significant digits.
 _LAST_DIGITS = 2.0
+# Values of a report that differ most.
+_SHOWN = 5
 # Relative tolerance of metrics that are kept in float32 whatever the precision is.
 _COARSE = 1e-5
 
@@ -38,6 +40,12 @@ class Key:
     order: int  # position within the step
     what: str  # kind of value, such as "loss" or "update of"
     name: str = ""  # name of the metric or parameter
+
+    @property
+    def when(self) -> str:
+        """The time of the value in a report."""
+        names = {0: "before the first step", AT_THE_END - 1: "in validation", AT_THE_END: "after the run"}
+        return names.get(self.step, f"step {self.step}")
 
     def __str__(self) -> str:
         """The value's name in a report."""
@@ -65,8 +73,7 @@ class Difference:
 
     def __str__(self) -> str:
         """One sentence with all numbers."""
-        names = {0: "before the first step", AT_THE_END - 1: "in validation", AT_THE_END: "after the run"}
-        when = names.get(self.key.step, f"step {self.key.step}")
+        when = self.key.when
         if self.shapes is not None:
             was, now = self.shapes
             return f"{when}: {self.key} has the shape {now} on rank {self.rank} and {was} in the reference"
@@ -79,6 +86,15 @@ class Difference:
             f"{when}: {what} is {self.value:.10g} on rank {self.rank} and {self.reference:.10g} in the reference;"
             f" relative difference {self.difference:.2g}{f', noise floor {self.floor:.2g}' if self.floor else ''}"
         )
+
+
+def worst(differences: Sequence[Difference]) -> tuple[Difference, ...]:
+    """The values that differ most, the worst first, of the first step that differs: each follows from that step."""
+    largest: dict[Key, Difference] = {}
+    for each in differences:
+        if each.key.step == differences[0].key.step:
+            largest[each.key] = max(largest.get(each.key, each), each, key=lambda one: one.difference)
+    return tuple(sorted(largest.values(), key=lambda one: -one.difference)[:_SHOWN])
 
 
 def is_step_number(key: Key, logged: Collection[str]) -> bool:

@@ -22,6 +22,8 @@ from lightning_hybrid.namespace import package_in_use
 # How long the other ranks may take to end by themselves after the first failure.
 _GRACE_SECONDS = 10.0
 _SHOWN_CHARS = 4000
+# What each process would import again: the strategy, and LightningCLI's parser. The user's modules may start threads.
+_PRELOADED = ("lightning_hybrid.strategies.hybrid3d", "lightning_hybrid.verify.verification", "jsonargparse")
 
 
 class RanksFailed(RuntimeError):
@@ -38,7 +40,7 @@ def run_ranks(n: int, function: Callable[..., Any], /, *args: Any, timeout: floa
     """
     call = pickle.dumps((function, args))
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", package_in_use()])
+    context.set_forkserver_preload(["torch", package_in_use(), *_PRELOADED])
     with tempfile.TemporaryDirectory(prefix="verify-ranks-") as folder, _start_environment():
         processes: list[Any] = []
         connections: list[Connection] = []

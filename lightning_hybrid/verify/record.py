@@ -70,6 +70,8 @@ class RunRecord:
     checkpoint: dict[str, Tensor] = field(default_factory=dict)
     resumed: dict[str, Tensor] = field(default_factory=dict)  # all parameters after one step more from this checkpoint
     trained: list[str] = field(default_factory=list)  # FQNs of the parameters that require gradients
+    # the run's warnings that a logged number is not that of the batch, by name
+    declared: dict[str, str] = field(default_factory=dict)
     unpartitioned_steps: frozenset[str] = frozenset()  # names of evaluation steps that each rank ran unpartitioned
     unsplit_steps: frozenset[str] = frozenset()  # names of steps whose batches were one microbatch each
     # the first training batch that was one microbatch, as all after it: earlier ones showed no mixing of samples
@@ -181,6 +183,7 @@ class RunRecorder:
             return
         self.observed.unpartitioned_steps |= run.unpartitioned_steps
         self.observed.unsplit_steps |= run.unsplit_step_names - {"training_step"}
+        self.observed.declared |= run.declared
         self.observed.shares = max(self.observed.shares, run.batch_shares)
         self.observed.pipelined = trainer.strategy.pipelined_batches
 

@@ -153,6 +153,7 @@ class Comparison:
 
     reference: Reference  # the reference
     differences: list[Difference] = field(default_factory=list)  # the values that differ, the earliest first
+    declared: list[Difference] = field(default_factory=list)  # logged numbers that the run itself says to differ
     margins: list[Margin] = field(default_factory=list)  # those that differ by rounding
     # what the reference has that the plain step on the full batch has not
     notes: list[str] = field(default_factory=list)
@@ -190,10 +191,11 @@ class Judge:
         self._splits_training = is_split or data_split.shares > 1
         self._splits_evaluation = is_split and not data_split.unsplit_steps >= EVALUATIONS
         self._made: dict[tuple[bool, bool], Comparison | None] = {}
+        self._declared = {name: text for rank in ranks for name, text in rank.declared.items()}
 
     def comparison(self) -> Comparison:
         """The reference that the layout equals; the one with the fewest differences if it equals none."""
-        candidates = [] if self._plain is None else [self._compare(self._plain)]
+        candidates = [] if self._plain is None else [self.beside(self._plain)]
         if not candidates or (candidates[0].differences and self._replicas > 1):
             own = self._with_pieces(True, True)
             if own is not None:
@@ -213,6 +215,11 @@ class Judge:
         best = min(candidates, key=lambda one: (not one.is_same, len(one.differences)))
         if best.is_same and best.differences:
             self._explain(best)
+        best.notes += [
+            f"metric {name} is not the batch's, and the run says so: {text}"
+            for name, text in self._declared.items()
+            if any(is_step_number(each.key, {name}) for each in best.declared)
+        ]
         return best
 
     def _written_buffer(self, split: Reference) -> str:
@@ -248,13 +255,16 @@ class Judge:
         """Compare with a run on full batches of replicas, or on microbatches; None if that does not run."""
         if (training, evaluation) not in self._made:
             reference = self._pieces(training, evaluation)
-            self._made[training, evaluation] = None if reference.failure else self._compare(reference)
+            self._made[training, evaluation] = None if reference.failure else self.beside(reference)
         return self._made[training, evaluation]
 
-    def _compare(self, reference: Reference) -> Comparison:
+    def beside(self, reference: Reference) -> Comparison:
+        """Compare the layout with one reference."""
         result, precision = Comparison(reference), reference.precision
         records = self._ranks, reference.observed, reference.noisy
-        result.differences = compare(*records, precision=precision, margins=result.margins)
+        for each in compare(*records, precision=precision, margins=result.margins):
+            is_declared = is_step_number(each.key, self._declared) and not math.isnan(each.value)
+            (result.declared if is_declared else result.differences).append(each)
         return result
 
     def _name(self, own: Comparison, plain: Comparison) -> None:

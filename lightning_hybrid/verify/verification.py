@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from lightning_hybrid.text import columns, contrasted
-from lightning_hybrid.verify.compare import RESUMED, Difference, noise_by_parameter, unmoved
+from lightning_hybrid.text import columns, contrasted, counted
+from lightning_hybrid.verify.compare import RESUMED, Difference, noise_by_parameter, unmoved, worst
 from lightning_hybrid.verify.data import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.dropout import WithoutDropout
 from lightning_hybrid.verify.experiment import Experiment, run_once
@@ -30,6 +30,7 @@ from lightning_hybrid.verify.references import (
 
 # An update that rounding alone changes by more, relative to its size, is compared weakly.
 _WEAK = 1e-2
+_UNSPLIT = "each batch was one microbatch"
 Outcome = Literal["same", "refused", "different", "failed"]
 _DROPPED = (
     "the module draws random numbers, and ranks that share a layer draw what they drop each for itself: both sides ran"
@@ -46,6 +47,7 @@ class Report:
         outcome: "same"; "refused" with a clear error before any parameter changed; "different"; or "failed".
         message: One sentence that says why, for every outcome but "same".
         first: The first value that differs.
+        worst: The values that differ most at that step, the worst first.
         num_differences: Number of values that differ.
         steps: Number of training steps compared; of a failed run, those before the failure.
         batch: Replicas, microbatches of each, and samples of a microbatch (0 if unknown).
@@ -55,6 +57,7 @@ class Report:
         largest: Of the values that are the same but for rounding, the relative difference of the one nearest to its
             limit.
         limit: The relative difference up to which that value counts as the same.
+        declared: Logged numbers that differ as the run itself warns; they count for no outcome.
         notes: Further remarks for the user.
         traceback: Of the error that ended a run which failed.
     """
@@ -63,6 +66,7 @@ class Report:
     outcome: Outcome
     message: str = ""
     first: Difference | None = None
+    worst: tuple[Difference, ...] = ()
     num_differences: int = 0
     steps: int = 0
     batch: tuple[int, int, int] = (0, 0, 0)
@@ -71,13 +75,27 @@ class Report:
     floor: float = 0.0
     largest: float = 0.0
     limit: float = 0.0
+    declared: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
     traceback: str = ""
 
     def __str__(self) -> str:
-        """Outcome, message and notes as text."""
-        lines = [f"{self.layout}: {self.outcome}" + (f": {self.message}" if self.message else "")]
+        """Outcome, message, the worst values and notes as text."""
+        lines = [f"{self.layout}: {self.outcome}" + (f": {self.message}" if self.message else ""), *self.worst_lines()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def worst_lines(self) -> list[str]:
+        """Lines about the values that differ most: what, on which rank, both numbers; none if only one differs."""
+        if len(self.worst) < 2:
+            return []
+        rows = [["value", "rank", self.layout, "one process", "relative difference"]]
+        for each in self.worst:
+            both = contrasted(each.value, each.reference) if each.shapes is None else map(str, reversed(each.shapes))
+            at = f" at {list(each.element)}" * bool(each.element)
+            rows.append([f"{each.key}{at}", str(each.rank), *both, f"{each.difference:.2g}"])
+        count, when = counted(self.num_differences, "value"), self.worst[0].key.when
+        lines = [f"  {line}" for line in columns(rows, right=1)]
+        return [f"{self.layout}: {count} differ, most of all {when}:", *lines]
 
     def passes(self, *, strict: bool = False) -> bool:
         """Whether the outcome is acceptable: "same", or "refused" unless ``strict``."""
@@ -96,7 +114,7 @@ def table(reports: list[Report]) -> str:
 def _outcome(report: Report) -> str:
     """The outcome; "same (weak)" if rounding alone changes more than half of the updates by more than 1 %."""
     is_weak = report.outcome == "same" and 2 * report.num_weak > report.num_parameters
-    return f"{report.outcome}{' (weak)' * is_weak}"
+    return f"{report.outcome}{' (weak)' * is_weak}{' but ' * bool(report.declared)}{', '.join(report.declared)}"
 
 
 def _batch(report: Report) -> str:
@@ -223,14 +241,25 @@ class Verification:
         if (report := _failed(layout, ranks)) is not None and not failed_after_fit:
             return report
         changed = _split_of_ranks(data_split, ranks[0])
-        if plain is not None and plain.depends_on_microbatches and changed != data_split:
-            plain = self.reference(changed)
-        found = Judge(ranks, plain, changed, partial(self.reference_of_pieces, changed, plain)).comparison()
+        found = self._judged(ranks, plain, data_split, changed)
         if report is not None and all(each.key.what == RESUMED for each in found.differences):
             return report
         report = self._report_of(layout, ranks, found)
         may_drop = layout.shares_layers and found.reference.draws and report.outcome == "different"
         return self._without_dropout(layout, report) if may_drop else report
+
+    def _judged(
+        self, ranks: list[RunRecord], plain: Reference | None, data_split: DataSplit, changed: DataSplit
+    ) -> Comparison:
+        """Compare the ranks, which have split the data in the ``changed`` way, with the references."""
+        if plain is not None and plain.depends_on_microbatches and changed != data_split:
+            # Evaluation seldom draws: then the reference for the other split holds too.
+            if replace(changed, unsplit_steps=data_split.unsplit_steps) == data_split:
+                found = Judge(ranks, plain, changed, partial(self.reference_of_pieces, changed, plain)).beside(plain)
+                if not found.differences and not found.declared:
+                    return found
+            plain = self.reference(changed)
+        return Judge(ranks, plain, changed, partial(self.reference_of_pieces, changed, plain)).comparison()
 
     def _without_dropout(self, layout: Layout, drawn: Report) -> Report:
         """Compare both sides without dropout; return the report of before if they differ even so."""
@@ -265,9 +294,7 @@ class Verification:
             notes.append(f"{names}: run unsplit on every rank, as it cannot be partitioned")
         if (begin := ranks[0].unsplit_from) is not None:
             since = f" from step {begin + 1} on" if begin else ""
-            notes.append(
-                "training_step makes values that microbatches do not determine: each batch was one microbatch" + since
-            )
+            notes.append(f"training_step makes values that microbatches do not determine: {_UNSPLIT}{since}")
         full, mean = reference.unchanged_loss, first_loss(reference.observed)
         if full is not None and mean is not None:
             replicas, count, _ = reference.observed.batch
@@ -303,12 +330,14 @@ class Verification:
             "same" if first is None else "different",
             message,
             first,
+            () if reference.irreproducible else worst(differences),
             len(differences),
             len(ranks[0].steps),
             reference.observed.batch,
             len(noise),
             num_weak,
             floor,
+            declared=tuple(dict.fromkeys(each.key.name for each in found.declared)),
             largest=0.0 if nearest is None else nearest.difference,
             limit=0.0 if nearest is None else nearest.limit,
             notes=tuple(notes),

@@ -9,7 +9,7 @@ from harness.fits import trainer_of
 from harness.trainer_runs import lines_of_lightning
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.cli import main
-from lightning_hybrid.cli.explain import explain
+from lightning_hybrid.cli.explain import balance_line, explain
 from lightning_hybrid.text import wrapped
 from lightning_hybrid.verify import parse_layout
 from models import command_line_classes
@@ -205,3 +205,14 @@ def test_errors_of_the_user_are_shown(capsys):
     )
     with pytest.raises(ValueError, match="the user's own"):
         main(["explain", f"{CLASSES}:BrokenConstructor"])
+
+
+def test_the_nearest_good_layout_is_named():
+    units = [{"cost_share": share} for share in (0.1, 0.3, 0.1, 0.3, 0.2)]
+    stages = [{"pipeline_rank": rank, "cost_share": unit["cost_share"]} for rank, unit in enumerate(units)]
+    assert balance_line(units, stages) == (
+        "a bad layout: one of 5 pipeline ranks has 30% of the cost, and an equal share is 20%, so the others wait 33%"
+        " of the time; the nearest good one is pp=3 (at most 40%)"
+    )
+    looped = [{**stage, "pipeline_rank": index % 2} for index, stage in enumerate(stages)]
+    assert balance_line(units, looped) == ""

@@ -367,7 +367,13 @@ def test_plans_of_several_batches_are_compared_for_the_same_samples(capsys, tmp_
 def test_headings_name_the_samples_and_the_ranks(capsys, config, tmp_path):
     page = tmp_path / "plan.html"
     module = ["examples/quickstart.py:Classifier", "--hardware", "a100-80", "--devices", "4", "--html", str(page)]
-    assert "why not, times of 256 samples\n" in planned(capsys, *module)[1]
+    text = planned(capsys, *module)[1]
+    assert (
+        text.startswith("the step fits one device (2.51 GB of 85.1 GB): no layout is needed") and "why not" not in text
+    )
+    assert "note: --precision bf16-mixed would take " in text.replace("\n", " ") or "kernel starts" in text
+    wide = ["examples/digits.py:ResNet", "--data", "examples/digits.py:Digits", "--module.channels", "1024"]
+    assert re.search(r"why not, times of [\d,]+ samples\n", planned(capsys, *wide, *module[1:])[1])
     assert "<h2>Why not, times of 256 samples</h2>" in page.read_text() and "<code>each rank</code>" in page.read_text()
     assert "memory of each rank " in planned(capsys, *module, "--why", "dp=4")[1]
     text = planned(capsys, *config, "--batch", "64", "--why", "dp=2,pp=2")[1]

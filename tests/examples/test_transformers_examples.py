@@ -51,6 +51,12 @@ def test_a_causal_language_model_is_trained_resumed_and_adapted(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_sequence_classifier_is_trained():
+    output = output_of("hugging_face_classifier.py", "--width", 16, "--layers", 2, "--steps", 2)
+    assert "pipeline 2" in output and re.search(r"accuracy [01]\.\d\d after 2 steps", output), output
+
+
+@pytest.mark.slow
 def test_adapters_are_trained_over_replicas_that_shard_the_base(tmp_path):
     output = output_of("lora.py", *TINY, "--pipeline", 1, "--zero", 3, "--steps", 2, "--out", tmp_path)
     assert "zero_stage=3: optimizer states, gradients and parameters sharded over 2 replicas" in output, output

@@ -1,6 +1,7 @@
 """Plain modules match single-process training under every layout, and a wrong one is detected."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.verification import LAYOUTS, check
-from lightning_hybrid.verify import Layout
-from models.regression import Dropping, Logging, Normalised, Plain
+from lightning_hybrid.verify import Layout, table
+from models.regression import FEATURES, Dropping, Logging, Normalised, Plain
 
 
 class DroppingNormalised(Normalised):
@@ -49,6 +50,31 @@ def test_one_microbatch(worlds):
 def test_accumulation_and_epochs(worlds):
     report = check(worlds, Plain, LAYOUTS[2], epochs=2, trainer={"accumulate_grad_batches": 2})
     assert report.outcome == "same", str(report)
+
+
+class Perplexity(Plain):
+    """Logs a number that no mean over microbatches gives, beside a loss that has as many terms as a mask selects."""
+
+    def training_step(self, batch, batch_idx):
+        x, y, mask = batch
+        loss = ((self(x) - y) ** 2 * mask).sum() / mask.sum()
+        self.log("loss", loss)
+        self.log("ppl", loss.exp())
+        return loss
+
+
+def masked_data():
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(32, FEATURES, generator=generator), torch.randn(32, 1, generator=generator)
+    return DataLoader(TensorDataset(x, y, torch.rand(32, 6, generator=generator) > 0.5), 8)
+
+
+def test_logged_numbers_that_the_run_warns_of_are_no_difference(worlds):
+    report = check(worlds, Perplexity, LAYOUTS[1], make_data=masked_data)
+    assert (report.outcome, report.declared) == ("same", ("ppl",)), str(report)
+    [note] = [note for note in report.notes if "ppl" in note]
+    assert note.startswith("metric ppl is not the batch's, and the run says so: training_step logs 'ppl'")
+    assert "same but ppl" in table([report])
 
 
 # --- what is wrong is found out --------------------------------------------------------------------------------------
@@ -92,6 +118,10 @@ def test_objective_of_the_layout_differs(worlds):
     assert report.outcome == "different"
     assert str(report.first.key) == "loss" and report.first.key.step == 1
     assert report.first.value == pytest.approx(2 * report.first.reference)
+    title, head, first, *_ = report.worst_lines()
+    assert re.match(rf"{LAYOUTS[1].name}: \d+ values differ, most of all step 1:", title)
+    assert head.split()[:3] == ["value", "rank", LAYOUTS[1].name] and len(report.worst) == 5
+    assert re.search(r"(loss|(gradient norm|update) of \S+).* 1$", first), first
 
 
 def test_wrong_scale_differs(worlds):

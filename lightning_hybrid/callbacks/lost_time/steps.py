@@ -222,6 +222,7 @@ def metrics_of(lost: TimeByCause) -> dict[str, float]:
 
 
 # The predicted and the measured bubble hold more than fill and drain; "other" has to be looked up.
+_NOTED = 0.05  # of a step, from which on the gaps of the host are told apart
 _SHOWN = {"bubble": "fill+drain", "other": "host"}
 
 
@@ -240,11 +241,21 @@ def table_of(step: AnalyzedStep, count: int) -> list[str]:
     rows.append(["share", *(f"{getattr(total, name) / share:.1%}" for name in names)])
     for rank, row in zip(step.columns["rank"], step.lost.ranks, strict=True):
         rows.append([f"rank {rank}", *(f"{1000 * getattr(row, name):.1f}" for name in names)])
+    host = []
+    if total.other > _NOTED * share:
+        lane = max(range(len(step.lost.ranks)), key=lambda lane: step.lost.ranks[lane].other)
+        start, other = step.lost.starts[lane], step.lost.ranks[lane].other
+        host.append(
+            f"host, of rank {step.columns['rank'][lane]}: {1000 * start:.1f} ms before the first action (callbacks,"
+            " split of the batch, dry runs, comparisons of microbatches),"
+            f" {1000 * (other - start):.1f} ms between actions (Python)"
+        )
     return [
         f"step {step.step}{of} took {1000 * total.step_seconds:.1f} ms with its input; besides work and the"
         f" optimizer the largest loss is {shown[largest]},"
         f" {1000 * getattr(total, largest):.1f} ms ({getattr(total, largest) / share:.1%})",
         *columns(rows, right=1),
+        *host,
     ]
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.run.partition import RecordedBatch
 
 
+# FLOPs that take a core the 50 µs in which a stage starts an operation.
+_SHORT = 5e6
 _CUDA = (
     "CUDA: the tests of one GPU have passed; several GPUs, NCCL between ranks and several machines have not been"
     " tried. Run `python -m pytest -m gpu -n 0 tests/gpu` first; verify_first_step=True compares the first step with"
@@ -65,6 +67,20 @@ def describe_batch(run: Run, batch: RecordedBatch | None, assignment: Assignment
     if assignment is None:
         return line
     return f"{line}; predicted bubble {100 * predicted_bubble(run, assignment, count):.0f} %"
+
+
+def describe_overhead(run: Run, batch: RecordedBatch | None, assignment: Assignment | None) -> list[str]:
+    """Return the line on microbatches whose operations take less time than Python does to start them."""
+    if assignment is None or batch is None or batch.samples is None or run.setting.options.microbatches is not None:
+        return []
+    counts = range(run.setting.layout.pipeline_parallel_size, batch.num_microbatches)
+    fewer = next((count for count in counts if batch.samples % count == 0), None)
+    if fewer is None or sum(assignment.costs()) > _SHORT * len(assignment.graph.nodes):
+        return []
+    return [
+        f"microbatches are small: an operation takes less time than its start, so num_microbatches={fewer}, of"
+        f" {counted(batch.samples // fewer, 'sample')} each, may be faster, and larger batches are"
+    ]
 
 
 def knows_batches(run: Run) -> bool:

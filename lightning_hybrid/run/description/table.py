@@ -24,6 +24,7 @@ from lightning_hybrid.run.description.lines import (
     describe_embeddings,
     describe_environment,
     describe_memory,
+    describe_overhead,
     describe_parameters,
     knows_batches,
 )
@@ -85,7 +86,7 @@ def describe_run(run: Run, optimizers: Sequence[Optimizer]) -> StartTable:
         with only_informs("the estimated memory"):
             memory = _expected_memory(run, optimizers, count, rank_of)
         head += [describe_batch(run, batch, first)] if knows_batches(run) else []
-        head += describe_batch_norm(setting, batch)
+        head += [*describe_overhead(run, batch, first), *describe_batch_norm(setting, batch)]
         head += [*describe_embeddings(setting), describe_parameters(setting, None if first is None else first.graph)]
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         if memory is not None:

@@ -41,7 +41,8 @@ class TimeByCause:
         variation: Actions of one stage that take unequal times; 0 for a rank.
         communication: Messages between stages, and the reduction of gradients with its wait for other replicas.
         input: Waiting for the batch: loader, transfer hooks, the copy to the device.
-        other: Gaps between actions without a message: the work of the host.
+        other: Gaps without a message: before the first action (callbacks, splits, dry runs, comparisons of
+            microbatches), and between actions (Python).
         optimizer: From the last action to the end of the step: exchange of results, clipping, the optimizer's step.
     """
 
@@ -70,6 +71,7 @@ class LostTime:
 
     total: TimeByCause  # by how much each cause makes the step longer; the mean over pipelines
     ranks: tuple[TimeByCause, ...]  # for each lane what it did and waited for
+    starts: tuple[float, ...] = ()  # for each lane the seconds of "other" before its first action
 
 
 def measured_schedule(timeline: Timeline, num_stages: int) -> Schedule | None:
@@ -152,14 +154,16 @@ def lost_time(
                 optimizer=optimizer,
             )
         )
-    return LostTime(total, tuple(rows))
+    firsts = [row[0] for row in schedule.actions]
+    return LostTime(total, tuple(rows), tuple(0.0 if is_message[each] else gaps[each] for each in firsts))
 
 
 def mean_of_pipelines(pipelines: Sequence[LostTime]) -> LostTime:
     """The lost time of several pipelines: the mean of their totals, and the rows of all."""
     names = [field.name for field in fields(TimeByCause)]
     means = {name: statistics.fmean(getattr(one.total, name) for one in pipelines) for name in names}
-    return LostTime(TimeByCause(**means), tuple(row for one in pipelines for row in one.ranks))
+    rows = tuple(row for one in pipelines for row in one.ranks)
+    return LostTime(TimeByCause(**means), rows, tuple(start for one in pipelines for start in one.starts))
 
 
 def _gaps(

@@ -168,6 +168,16 @@ def test_runs_without_stages_have_no_bubble():
     assert len(lines) == 6 and lines[1].split() == ["ms", "work", "communication", "input", "host", "optimizer"]
 
 
+def test_seconds_of_the_host_before_and_between_actions():
+    spans = [Span(0, Action(kind, 0, 0), at, at + 1.0) for kind, at in ((Kind.F, 0.5), (Kind.B, 1.75))]
+    collected = MeasuredSteps()
+    collected.add(1, MeasuredStep(Timeline(tuple(spans), 1), (), {"rank": [0]}, 1, inputs=((-0.1, 0.0),)), None)
+    assert collected.lines(None)[-1] == (
+        "host, of rank 0: 500.0 ms before the first action (callbacks, split of the batch, dry runs, comparisons of"
+        " microbatches), 250.0 ms between actions (Python)"
+    )
+
+
 def test_files(tmp_path):
     collected = measured(pipeline([0.01, 0.03], wait=0.2), pipeline([0.01, 0.03]))
     path = write_lost_time(collected, tmp_path / "pictures" / "step.svg")

@@ -26,6 +26,7 @@ from lightning_hybrid.run.description.lines import (
     describe_embeddings,
     describe_environment,
     describe_memory,
+    describe_overhead,
 )
 from lightning_hybrid.run.description.table import _file_and_line
 from lightning_hybrid.techniques.offload import Offload
@@ -249,6 +250,20 @@ def test_batch_line_without_a_recorded_step(replicas, accumulated, microbatches,
         options=SimpleNamespace(microbatches=microbatches),
     )
     assert describe_batch(SimpleNamespace(setting=setting), None, None) == f"batch: {line}"
+
+
+@pytest.mark.parametrize(
+    ("given", "samples", "flops", "fewer"),
+    [(None, 16, 1e5, 2), (None, 16, 1e8, 0), (8, 16, 1e5, 0), (None, 11, 1e5, 0), (None, None, 1e5, 0)],
+    ids=["small", "large operations", "given", "no divisor", "unknown"],
+)
+def test_line_on_small_default_microbatches(given, samples, flops, fewer):
+    layout, options = SimpleNamespace(pipeline_parallel_size=2), SimpleNamespace(microbatches=given)
+    run = SimpleNamespace(setting=SimpleNamespace(layout=layout, options=options))
+    stages = SimpleNamespace(costs=lambda: [5 * flops, 5 * flops], graph=SimpleNamespace(nodes=[None] * 10))
+    lines = describe_overhead(run, SimpleNamespace(samples=samples, num_microbatches=8), stages)
+    assert [f"num_microbatches={fewer}, of 8 samples each" in line for line in lines] == [True] * bool(fewer)
+    assert describe_overhead(run, SimpleNamespace(samples=16, num_microbatches=8), None) == []
 
 
 @pytest.mark.parametrize(
