@@ -45,7 +45,8 @@ def register(package: ModuleType) -> None:
             description = "data, tensor and pipeline parallelism for unmodified LightningModules"
             registry.register(name, _build, description=description, **options)
     extend(package.Trainer, "__init__", _with_names)
-    _own("strategies.world.traces").shorten_refusals()
+    if not sys.flags.dev_mode:
+        extend(sys, "excepthook", _shortened)
 
 
 def _wrapped_warning(format_: Callable[..., str], message: Any, category: Any, filename: str, *rest: Any) -> str:
@@ -66,6 +67,11 @@ PREPARE: dict[str, Callable[[ModuleType], None]] = {**dict.fromkeys(PACKAGES, re
 
 def _build(**options: Any) -> Any:
     return _own("strategies.hybrid3d").Hybrid3DStrategy(**options)
+
+
+def _shortened(print_: Callable[..., None], *error: Any) -> None:
+    """Print an error that nothing has caught; what this package refuses, by frames of the user's code."""
+    _own("strategies.world.traces").Shortening(print_)(*error)
 
 
 def _with_names(init: Callable[..., None], *arguments: Any, **options: Any) -> None:

@@ -34,18 +34,15 @@ def shorten(error: BaseException, line: str = "", *, seconds: float = 0) -> None
         line: What is printed instead, where given.
         seconds: Time before the line, for another rank to print what the line refers to.
     """
+    if sys.flags.dev_mode:
+        return
     error.__dict__[_LINE] = line, seconds
-    shorten_refusals()
-
-
-def shorten_refusals() -> None:
-    """Let Python print errors that this package raises on purpose, and that nothing catches, in the same way."""
-    if not sys.flags.dev_mode and not isinstance(sys.excepthook, Shortening):
+    if not isinstance(sys.excepthook, Shortening):
         sys.excepthook = Shortening(sys.excepthook)
 
 
 class Shortening:
-    """Prints errors as the hook ``before`` does, but briefly the package's own and those of `shorten`."""
+    """Prints errors as the hook ``before`` does, but briefly if this package refuses something, or by `shorten`."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
