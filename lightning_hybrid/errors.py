@@ -71,7 +71,10 @@ class QuantizedStatesError(HybridError, ValueError):
 
 
 class TensorPlanError(HybridError, ValueError):
-    """A ``tensor_parallel_plan`` names no module, or requests what cannot be done or is not proved."""
+    """A ``tensor_parallel_plan`` names no module, or requests what cannot be done or is not proved.
+
+    Also with ``strict_layout=True``: tensor ranks do not divide a layer.
+    """
 
 
 class ScheduleError(HybridError, ValueError):

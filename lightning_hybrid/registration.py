@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +17,6 @@ from types import ModuleType
 from typing import Any, get_args
 
 from lightning_hybrid.checkpoint.loading import accept_folders
-from lightning_hybrid.errors import add_error_note
 from lightning_hybrid.namespace import PACKAGES, extend
 from lightning_hybrid.text import meant, wrapped
 
@@ -43,8 +44,9 @@ def register(package: ModuleType) -> None:
         if name not in registry:
             description = "data, tensor and pipeline parallelism for unmodified LightningModules"
             registry.register(name, _build, description=description, **options)
-    connectors = importlib.import_module(f"{package.__name__}.trainer.connectors.accelerator_connector")
-    extend(connectors._AcceleratorConnector, "__init__", _with_names)
+    extend(package.Trainer, "__init__", _with_names)
+    if not sys.flags.dev_mode:
+        extend(sys, "excepthook", _shortened)
 
 
 def _wrapped_warning(format_: Callable[..., str], message: Any, category: Any, filename: str, *rest: Any) -> str:
@@ -56,7 +58,7 @@ def _wrapped_warning(format_: Callable[..., str], message: Any, category: Any, f
 
 def name_options(library: ModuleType) -> None:
     """Let errors of jsonargparse, which LightningCLI parses with, end with the nearest options of the strategy."""
-    importlib.import_module("lightning_hybrid.strategies.options.config_errors").hint_at_options(library)
+    _own("strategies.options.config_errors").hint_at_options(library)
 
 
 # What is called after the import of a package, in whatever order a script imports it and this one.
@@ -64,41 +66,58 @@ PREPARE: dict[str, Callable[[ModuleType], None]] = {**dict.fromkeys(PACKAGES, re
 
 
 def _build(**options: Any) -> Any:
-    return importlib.import_module("lightning_hybrid.strategies.hybrid3d").Hybrid3DStrategy(**options)
+    return _own("strategies.hybrid3d").Hybrid3DStrategy(**options)
+
+
+def _shortened(print_: Callable[..., None], *error: Any) -> None:
+    """Print an error that nothing has caught; what this package refuses, by frames of the user's code."""
+    _own("strategies.world.traces").Shortening(print_)(*error)
 
 
 def _with_names(init: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Let Lightning's errors of an unknown strategy, plugin or precision end with what was meant of this package."""
+    """Let the Trainer's errors of an unknown option, strategy, plugin or precision say what was meant of this one."""
     try:
         init(*arguments, **options)
     except Exception as error:
         if text := _meant(str(error), options):
-            add_error_note(error, wrapped(text))
+            error.args = (f"{str(error).partition('. ')[0]}; {text}",)
+            raise error.with_traceback(None) from None
+        if _is_ours(options.get("strategy")):
+            _own("strategies.world.traces").shorten(error)
         raise
 
 
 def _meant(message: str, options: Mapping[str, Any]) -> str:
     """What to write instead of the arguments of a Trainer that fail with a message; "" if they are not about us."""
     strategy, precision = options.get("strategy"), options.get("precision")
-    if "invalid strategy name" in message and isinstance(strategy, type) and issubclass(strategy, _own_strategy()):
-        return f"give the strategy an object, not its class: strategy={strategy.__name__}()"
+    if (unknown := re.search(r"unexpected keyword argument '(\w+)'", message)) and (not strategy or _is_ours(strategy)):
+        name, own = unknown[1], _own("strategies.options.options").Options.names()
+        near = meant(name, own)
+        given = f"{name}={reprlib.repr(options[name])}"
+        return f"set it in the strategy: strategy=Hybrid3DStrategy({given})" if name in own else near[2:]
+    is_class = isinstance(strategy, type) and issubclass(strategy, _own("strategies.hybrid3d").Hybrid3DStrategy)
+    if is_class and "invalid strategy name" in message:
+        return "give the strategy an object, not its class: strategy=Hybrid3DStrategy()"
     name = strategy if isinstance(strategy, str) and f"strategy={strategy!r}" in message else ""
     if name.startswith("hybrid") or meant(name, _NAMES):
         return (
-            f"names of lightning_hybrid are {', '.join(_NAMES)}; other options are arguments:"
+            f"set strategy to one of {', '.join(_NAMES)}, or for other options to an object:"
             f" strategy=Hybrid3DStrategy(pipeline_parallel_size=2){meant(name, _NAMES)}"
         )
     if f"Precision {precision!r} is invalid" in message and _is_ours(strategy):
-        names = get_args(importlib.import_module("lightning_hybrid.precision.hybrid").PrecisionName)
+        names = get_args(_own("precision.hybrid").PrecisionName)
         return f"set precision to one of {', '.join(names)}{meant(str(precision), names)}"
+    if "Received both `precision=" in message and _is_ours(strategy):
+        return f"delete precision={precision!r} to train as the plugin says, or the plugin to train in {precision}"
+    if "more than one stateful callback" in message and _is_ours(strategy):
+        return "leave one of them out, or give each a state_key of its own"
     if "invalid type for plugin" in message and "Hybrid3DStrategy" in message:
         return "a strategy is no plugin: pass it as strategy=Hybrid3DStrategy(...)"
     return ""
 
 
-def _own_strategy() -> type:
-    found: type = importlib.import_module("lightning_hybrid.strategies.hybrid3d").Hybrid3DStrategy
-    return found
+def _own(module: str) -> Any:
+    return importlib.import_module(f"lightning_hybrid.{module}")
 
 
 def _without_ours(init: Callable[..., None], *arguments: Any, **options: Any) -> None:

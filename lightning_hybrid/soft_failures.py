@@ -35,4 +35,5 @@ def note_failure(what: str, error: Exception) -> None:
         return
     _warned.add((what, text))
     _log.debug("%s failed", what, exc_info=error)
-    warnings.warn(f"{what} failed, and the run goes on without: {text}", stacklevel=3)
+    # The place is in this package, whose warnings are printed without one.
+    warnings.warn(f"{what} failed, and the run goes on without: {text}", stacklevel=1)

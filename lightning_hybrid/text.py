@@ -45,6 +45,11 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def meant_of(name: str, known: Iterable[str]) -> str:
+    """As `meant`; if none is near, the end names the first ones."""
+    return meant(name, known) or f"; there are {spanned_names([*known])}"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, such as "1 rank", "2 ranks" and "3 batches"."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"

@@ -145,7 +145,8 @@ def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool],
             return ""
         if is_model(bound["target"]):
             return "sum" if bound["reduction"] == "sum" else ""
-        how = {"mean": "classes" if name in _BY_CLASS else "elements", "sum": "sum"}
+        by_class = "classes" if bound.get("weight") is None else "weighted"
+        how = {"mean": by_class if name in _BY_CLASS else "elements", "sum": "sum"}
         return how.get(bound["reduction"], "")  # type: ignore[return-value]
     if name == "mean" and len(args) == 1 and not kwargs:
         return "rows"
@@ -255,7 +256,8 @@ def data_dependent_means(graph: StepGraph, *, sizes_differ: bool) -> frozenset[i
     found = set()
     for node in graph.nodes:
         dynamic = sizes_differ or any(graph.values[value].dynamic for value in node.inputs)
-        averages = node.averages in ("classes", "divisor") or (node.averages in ("elements", "rows") and dynamic)
+        by_content = node.averages in ("classes", "weighted", "divisor")
+        averages = by_content or (node.averages in ("elements", "rows") and dynamic)
         if averages and len(node.outputs) == 1 and not node.written and _is_linear(node, graph):
             found.add(node.index)
     return frozenset(found)

@@ -7,7 +7,6 @@ weights, builds optimizers, or passes the module to its strategy, so that all of
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from lightning_hybrid.experts.moe.upcycling import AuxiliaryLoss, UpcycledMLP, u
 from lightning_hybrid.patching import around_method
 from lightning_hybrid.step.tracing.asides import taking_asides
 from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.text import meant_of
 
 
 class MoEUpcycle(Callback):
@@ -137,11 +137,10 @@ class MoEUpcycle(Callback):
         for pattern in self.patterns:
             matched = [name for name in every if _matches(name, pattern)]
             if not matched:
-                near = difflib.get_close_matches(pattern, every, n=3, cutoff=0.0)
                 is_late = isinstance(module, LightningModule) and is_overridden("setup", module)
                 raise ValueError(
                     f"MoEUpcycle: {pattern!r} matches no module of {type(module).__name__}; * stands for one part of a"
-                    f" name. The nearest are {', '.join(near)}"
+                    f" name{meant_of(pattern, every)}"
                     + "; modules made in LightningModule.setup come too late: make them in configure_model"
                     * is_late
                 )

@@ -14,6 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from lightning_hybrid.text import meant
+
 if TYPE_CHECKING:
     from lightning_hybrid.slow_links.method import Method
 
@@ -124,7 +126,8 @@ class GradientCompression(SlowLinkCallback):
     ) -> None:
         super().__init__()
         if method not in _METHODS:
-            raise ValueError(f"GradientCompression({method!r}): the method must be one of {', '.join(_METHODS)}")
+            names = f"{', '.join(_METHODS)}{meant(str(method), _METHODS)}"
+            raise ValueError(f"GradientCompression({method!r}): the method must be one of {names}")
         if rank < 1:
             raise ValueError(f"GradientCompression(rank={rank}): the factors have at least rank 1")
         if not 0 < ratio <= 1:
@@ -207,7 +210,7 @@ class LocalSGD(SlowLinkCallback):
     ) -> None:
         super().__init__()
         if every < 1:
-            raise ValueError(f"LocalSGD(every={every}): a round has at least 1 step")
+            raise ValueError(f"LocalSGD(every={every}): a round has at least 1 step; use 1 or more, such as 16")
         if warmup_steps < 0:
             raise ValueError(f"LocalSGD(warmup_steps={warmup_steps}): the number of steps is 0 or more")
         if isinstance(outer_optimizer, str) and outer_optimizer != "nesterov":

@@ -7,6 +7,7 @@
       generators.pt       the states of each replica's generators
       .metadata           torch.distributed.checkpoint's index: the file and offset of each box of each tensor
       __0_0.distcp ...    one file of each rank
+      README.txt          what the folder is, and how to make one ordinary file of it
 
 A save writes to ``model.ckpt.incomplete``, which is renamed when all of it is on disk.
 """
@@ -27,6 +28,10 @@ from lightning_hybrid.errors import CheckpointError, IncompleteCheckpoint
 
 MANIFEST, META, OPTIMIZERS, GENERATORS = "manifest.json", "meta.pt", "optimizers.pt", "generators.pt"
 INDEX = ".metadata"
+_README = """A distributed checkpoint of lightning_hybrid.
+Resume from it under any layout: trainer.fit(module, ckpt_path=FOLDER)
+For one ordinary file of Lightning run: lightning-hybrid checkpoint convert FOLDER FILE.ckpt
+"""
 FORMAT, VERSION = "lightning_hybrid checkpoint", 1
 INCOMPLETE = ".incomplete"
 _LISTED = 5
@@ -244,6 +249,7 @@ def finish(path: Path, manifest: Mapping[str, Any]) -> None:
     for entry in folder.iterdir():  # of an earlier save that did not end
         if entry.name not in manifest["files"]:
             entry.unlink()
+    write_file(folder / "README.txt", _README.encode())
     content = {"format": FORMAT, "version": VERSION, **manifest}
     write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
     _sync(folder)

@@ -6,7 +6,6 @@ LightningCLI parses the flags, and instantiates the two classes. Its Trainer is 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -23,6 +22,7 @@ from typing import Any
 from lightning_hybrid.cli.command import UsageError
 from lightning_hybrid.namespace import PACKAGES, follow
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.text import meant, meant_of
 
 FLAGS = (
     "--module.NAME VALUE and --data.NAME VALUE are arguments of the two classes, as in LightningCLI: values are YAML,"
@@ -203,8 +203,7 @@ def _in_words_of_the_command(message: str, cli: Any) -> str:
         owner = unknown[1].partition(".")[0]
         target = {"--model": cli.model_class, "--data": cli.datamodule_class}.get(owner)
         arguments = [] if target is None else [f"{owner}.{name}" for name in inspect.signature(target).parameters]
-        near = difflib.get_close_matches(unknown[1], arguments) or arguments[:12]
-        message += f"; nearest: {', '.join(near)}" if near else ""
+        message += meant_of(unknown[1], arguments) if arguments else ""
     missing = re.match(r"the following arguments are required: (.*)", message)
     if missing:
         named = [re.sub(r"^fit\.", "", name) for name in missing[1].split(", ")]
@@ -240,9 +239,7 @@ def load_target(path: str) -> Any:
 
 def _member(path: str, owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
-        near = difflib.get_close_matches(name, dir(owner))
-        advice = f"; nearest: {', '.join(near)}" if near else ""
-        raise UsageError(f"{path!r}: {getattr(owner, '__name__', owner)} has no {name}{advice}")
+        raise UsageError(f"{path!r}: {getattr(owner, '__name__', owner)} has no {name}{meant(name, dir(owner))}")
     return getattr(owner, name)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.command import OK, UsageError, add_command, print_json
+from lightning_hybrid.text import meant
 
 _LEAST_QUOTED = 10  # characters: shorter quotes are in messages of others
 _EXAMPLE = """example:
@@ -54,8 +54,7 @@ def find(wanted: str) -> dict[str, str]:
     found = found or {name: text for name, text in entries.items() if wanted.lower() in text.lower()}
     found = found or {name: entries[name] for name in _quoted_in(page, wanted)}
     if not found:
-        near = difflib.get_close_matches(name, entries, n=5, cutoff=0.4)
-        raise UsageError(f"no error is named {wanted!r}{'; the nearest are ' if near else ''}{', '.join(near)}")
+        raise UsageError(f"no error is named {wanted!r}{meant(name, entries)}")
     return found
 
 

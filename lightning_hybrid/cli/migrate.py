@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.command import OK, UsageError, add_command, print_json
-from lightning_hybrid.text import WIDTH, wrapped
+from lightning_hybrid.text import WIDTH, meant, wrapped
 
 _EXAMPLE = """example:
   lightning-hybrid migrate ds_config.json
@@ -126,8 +125,8 @@ def _walk(config: Mapping[str, Any], rules: Mapping[str, Rule | Mapping[str, Any
         elif name in WITHOUT_COUNTERPART:
             found.leave_out(name, "no counterpart")
         else:
-            near = difflib.get_close_matches(name, [*rules, *sorted(WITHOUT_COUNTERPART | advice.keys())], n=1)
-            found.leave_out(name, f"unknown key; did you mean {near[0]}?" if near else "unknown key")
+            known = [*rules, *sorted(WITHOUT_COUNTERPART | advice.keys())]
+            found.leave_out(name, f"unknown key{meant(name, known)}")
 
 
 def _strategy(option: str, value: Any = None) -> Rule:

@@ -13,14 +13,13 @@ i -> j, and a parameter read on several stages is shared by them.
 from __future__ import annotations
 
 import bisect
-import difflib
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.errors import WITHOUT_STAGES, PartitionError, UnfitError
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
-from lightning_hybrid.text import counted, spanned_names
+from lightning_hybrid.text import counted, meant_of, spanned_names
 
 # Moving one byte takes as long as about this many floating-point operations, on a CPU core as on an accelerator's
 # vector units. It weighs what a FLOP count leaves out: normalisations, activations, embedding gradients.
@@ -361,9 +360,8 @@ def cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str]) -> list[int]:
         begin = next((n.index for n in nodes if any(_covers(cut, name) for name in _names(n))), None)
         if begin is None:
             known = sorted({name for node in graph.nodes for name in _names(node)})
-            near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
             raise UnfitError(
-                f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}", entry="cuts-name"
+                f"pipeline_cuts names {cut!r}, which {graph.step} never uses{meant_of(cut, known)}", entry="cuts-name"
             )
         begins.append(begin)
     if begins and min(begins) == 0:

@@ -46,7 +46,7 @@ class Value:
 
 
 SizedBy: TypeAlias = Literal["", "the content of the batch", "values of the model"]
-Averages: TypeAlias = Literal["", "classes", "elements", "rows", "divisor", "product", "inverse", "sum"]
+Averages: TypeAlias = Literal["", "classes", "weighted", "elements", "rows", "divisor", "product", "inverse", "sum"]
 
 
 @dataclass(frozen=True)

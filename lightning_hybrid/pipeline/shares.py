@@ -322,7 +322,7 @@ class MicrobatchLoop:
         if output is not None:
             if not isinstance(loss, Tensor) or not loss.requires_grad:
                 raise no_loss_error(self._root, "training_step", output)
-            check_scalar(self._root, "training_step", loss)
+            check_scalar(self._root, "training_step", loss, "a microbatch")
             with self._gradients.by(factor, is_last=is_last):
                 torch.autograd.backward([loss], [torch.full_like(loss, backwards.seed_factor * seed)])
         backwards.after(0, is_last)

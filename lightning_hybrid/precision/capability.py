@@ -27,8 +27,8 @@ def check_one_precision(precision: str, trainer: pl.Trainer) -> None:
     asked = trainer._accelerator_connector._precision_flag
     if precision and asked not in ("32-true", precision):
         raise PrecisionError(
-            f"Trainer(precision={asked!r}), but the strategy has precision_plugin with {precision!r}; leave one of them"
-            " out",
+            f"Trainer(precision={asked!r}), but the strategy has precision_plugin with {precision!r}; delete precision="
+            f" to train in {precision}, or precision_plugin= to train in {asked}",
             entry="precision-twice",
         )
 

@@ -8,7 +8,6 @@ split over microbatches and replicas, which have scales of their own, gives the 
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from torch import nn
 from lightning_hybrid.errors import Float8Error
 from lightning_hybrid.layout import SIZE_OPTIONS, ParallelLayout
 from lightning_hybrid.precision.capability import FLOAT8, dotted
+from lightning_hybrid.text import meant_of
 
 _MULTIPLE = 16  # of the sizes that the products of a GPU take
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -116,10 +116,9 @@ class Float8:
     def _check_patterns(self, root: nn.Module, names: Sequence[str]) -> None:
         for pattern in self.exclude:
             if not fnmatch.filter(names, pattern):
-                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
                 raise Float8Error(
                     f"Float8(exclude=...) names {pattern!r}, which matches none of the {len(names)} linear layers of"
-                    f" {type(root).__name__}; the closest are {', '.join(near)}",
+                    f" {type(root).__name__}{meant_of(pattern, names)}",
                     entry="float8-exclude",
                 )
 

@@ -35,7 +35,6 @@ from lightning_hybrid.strategies.options.options import MicrobatchWeight, Option
 from lightning_hybrid.strategies.private_names import check_private_names
 from lightning_hybrid.strategies.start.callbacks import check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
-from lightning_hybrid.strategies.world.traces import shortening
 from lightning_hybrid.techniques.technique import Technique
 
 check_private_names()
@@ -109,8 +108,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         check_digests: Compares each file of a distributed checkpoint with the digest of its manifest when it is loaded.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
             parameter changes if a loss or gradient differs.
-        strict_layout: Makes a step that cannot be run in stages an error. Otherwise the ranks of a pipeline then hold
-            shards of all parameters, gradients and optimizer states, and each runs the step on a share of the batch.
+        strict_layout: Makes a step that cannot be run in stages, and a layer that tensor ranks do not divide, an error.
+            Otherwise the ranks of a pipeline then hold shards of all parameters, gradients and optimizer states, and
+            each runs the step on a share of the batch; the start table warns of such a layer.
         objective: What the planner seeks where sizes are "auto": "throughput", the most samples per second, or
             "largest_batch", the most samples that are computed at a time. None is "throughput", if memory is short.
         max_memory: Memory of each device that the planner may use where sizes are "auto", such as "20GiB" or "80%".
@@ -181,9 +181,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         **foreign: Unpack[ForeignKeywords],
     ) -> None:
         arguments = dict(locals())
-        with shortening():
-            refuse_foreign(foreign, OPTION_DEFAULTS)
-            super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
+        refuse_foreign(foreign, OPTION_DEFAULTS)
+        super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._lifecycle: RunLifecycle | None = None
         self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs
 

@@ -24,6 +24,7 @@ from lightning_hybrid.strategies.logs.phases import phase
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.techniques.technique import Active, Technique
 from lightning_hybrid.techniques.tensor_plans import (
+    check_is_even,
     check_is_sharded,
     check_sequence_sharding,
     warn_across_nodes,
@@ -64,6 +65,7 @@ class TensorParallel(Technique):
         self._module, self._mesh = module, mesh
         self._size, self._context = mesh.size("tp"), mesh.size("cp")
         self._sequence_parallel: SequenceParallel = "tensor" if options.sequence_parallel else None
+        self._is_strict = options.strict_layout
         self._user_requests: dict[str, Request] = {}
         self._model_requests: dict[str, Request] = {}
         if self._size > 1:  # plans say how weights are cut
@@ -111,7 +113,8 @@ class TensorParallel(Technique):
 
         Raises:
             LayoutError: Nothing of the module can be sharded; on every rank.
-            TensorPlanError: The user's plan cannot be followed, or is not proved; on every rank.
+            TensorPlanError: The user's plan cannot be followed or is not proved, or a layer does not divide under
+                ``strict_layout``; on every rank.
             RuntimeError: The search failed; on every rank.
         """
         others_shard = any(each.shares_layers for each in run.techniques if each is not self)
@@ -133,6 +136,8 @@ class TensorParallel(Technique):
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
         self.planned_calls, self._calls = self._calls, UnitCalls()
         self._check(box[0], others_shard)
+        if self._is_strict:
+            check_is_even(box[0], self._size)
         if self._sequence_parallel:
             warn_of_full_sequences(box[0], self._size)
         groups = self._mesh.group("tp"), self._mesh.group("cp")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.errors import LayoutError, TensorPlanError
 from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, UnitPlan, nearest_divisors
 from lightning_hybrid.tensor.search.sequence import NO_SEQUENCE, NOTHING_SHARDED
 
@@ -54,23 +54,46 @@ def check_is_sharded(plans: Mapping[str, UnitPlan], size: int) -> None:
         return
     if any(plan.vocabulary for plan in plans.values()) and not any(plan.uneven for plan in plans.values()):
         return  # there is nothing but embeddings and heads that could be cut
-    uneven: dict[tuple[int, str], list[str]] = {}
+    uneven, sizes = _uneven(plans, size)
     others: dict[str, list[str]] = {}
     for fqn, plan in plans.items():
-        for name, count in plan.uneven.items():
-            uneven.setdefault(count, []).append(f"{fqn}.{name}" if name else fqn)
         for name, reason in plan.replicated_reasons.items():
             if reason not in ("no weight of a linear", "added to the sum over ranks") and NOT_A_MULTIPLE not in reason:
                 others.setdefault(reason, []).append(f"{fqn}.{name}")
-    listed = [f"{count} {what} of {_first_and(n)} are {NOT_A_MULTIPLE} {size}" for (count, what), n in uneven.items()]
-    listed += [f"{_first_and(names)}: {reason}" for reason, names in others.items()]
-    sizes = nearest_divisors(math.gcd(*(count for count, _ in uneven)), size) if uneven else ""
+    listed = uneven + [f"{_first_and(names)}: {reason}" for reason, names in others.items()]
     advice = f"{sizes}, which divides the numbers of heads and the widths of the layers, or to 1" if sizes else "1"
     raise LayoutError(
         f"tensor_parallel_size={size} shards no layer of the module, so {size} ranks would compute the same; set it to"
         f" {advice} ({'; '.join(listed) or 'it has no layers that multiply by a weight'})",
         entry="no-tensor-shards",
     )
+
+
+def check_is_even(plans: Mapping[str, UnitPlan], size: int) -> None:
+    """Check that the ranks divide the heads and features of every layer.
+
+    Raises:
+        TensorPlanError: They do not; the message has the sizes that prevent it, and the modules that have them.
+    """
+    warned = {fqn: plan for fqn, plan in plans.items() if any(line.startswith("warning") for line in plan.lines())}
+    uneven, sizes = _uneven(warned, size)
+    if uneven:
+        advice = f"tensor_parallel_size={sizes} on as many devices, or " if sizes else ""
+        raise TensorPlanError(
+            f"strict_layout=True, and {size} tensor ranks do not divide every layer: {'; '.join(uneven)}; set"
+            f" {advice}strict_layout=False",
+            entry="uneven-layers",
+        )
+
+
+def _uneven(plans: Mapping[str, UnitPlan], size: int) -> tuple[list[str], str]:
+    """The numbers of heads and features that ranks do not divide, with modules; and the nearest sizes that do."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for fqn, plan in plans.items():
+        for name, count in plan.uneven.items():
+            found.setdefault(count, []).append(f"{fqn}.{name}" if name else fqn)
+    listed = [f"{count} {what} of {_first_and(n)} are {NOT_A_MULTIPLE} {size}" for (count, what), n in found.items()]
+    return listed, nearest_divisors(math.gcd(*(count for count, _ in found)), size)
 
 
 def _first_and(names: list[str]) -> str:

@@ -280,6 +280,10 @@ def test_incomplete_folders_are_refused(saved, harm, message, capsys):
     assert "saved.ckpt" in capsys.readouterr().err
 
 
+def test_a_folder_tells_what_it_is(saved):
+    assert "lightning-hybrid checkpoint convert FOLDER FILE.ckpt" in (saved / "README.txt").read_text()
+
+
 @pytest.mark.parametrize("place", [0, 1 / 3, 1 / 2, 1])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "meta.pt", "optimizers.pt", ".metadata"])
 def test_changed_files_are_not_loaded(saved, tmp_path, capsys, name, place):

@@ -180,9 +180,9 @@ def test_unknown_keys_are_listed_with_the_nearest_name(capsys, tmp_path):
     config["zero_optimization"] = {"stage": 2, "overlap_com": True, "round_robin_gradients": True}
     assert migrated(capsys, tmp_path / "ds_config.json", config)[0]["left_out"] == [
         "my_typo: unknown key",
-        "gradient_cliping: unknown key; did you mean gradient_clipping?",
+        "gradient_cliping: unknown key; did you mean 'gradient_clipping'?",
         "flops_profiler, round_robin_gradients: no counterpart",
-        "overlap_com: unknown key; did you mean overlap_comm?",
+        "overlap_com: unknown key; did you mean 'overlap_comm'?",
     ]
 
 

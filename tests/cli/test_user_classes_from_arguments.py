@@ -148,19 +148,19 @@ def test_layouts_of_a_config_that_are_refused(trainer, text, tmp_path, capsys):
         (["nothing"], "names no class"),
         ([], "--config"),
         (["no_such_module:Y"], "no_such_module"),
-        ([f"{CLASSES}:Stak"], "nearest: Stack"),
+        ([f"{CLASSES}:Stak"], "did you mean 'Stack'?"),
         (["examples/missing.py:X"], "there is no file"),
         (["examples/missing.py"], "there is no file"),
         ([CLASSES], "calls no LightningCLI"),
         ([SCRIPT, "--data", "x:Y"], "names its data itself"),
-        ([f"{CLASSES}:Stack", "--module.nun_layers", "2"], "nearest: --module.num_layers"),
+        ([f"{CLASSES}:Stack", "--module.nun_layers", "2"], "did you mean '--module.num_layers'?"),
         ([f"{CLASSES}:Stack", "--module.num_layers", "two"], "model.num_layers"),
         ([f"{CLASSES}:Stack", "--module.num_layers"], "expected one argument"),
         ([f"{CLASSES}:Stack", "--data.a", "1"], "without --data"),
         ([f"{CLASSES}:Stack", "--config", "missing.yaml"], "missing.yaml"),
         ([f"{CLASSES}:Stack", "--layout", "pp"], "name=value"),
         ([f"{CLASSES}:Stack", "--layout", "xx=2"], "the strategy has no option 'xx'"),
-        ([f"{CLASSES}:Stack", "--layout", "zero_stag=2"], "did you mean zero_stage"),
+        ([f"{CLASSES}:Stack", "--layout", "zero_stag=2"], "did you mean 'zero_stage'?"),
         ([f"{CLASSES}:Stack", "--layout", "dp=2,stage=3"], "stage=3 is a keyword of DeepSpeed: set zero_stage"),
         ([f"{CLASSES}:Stack", "--layout", "schedule=none"], "schedule='none' is unknown"),
     ],
@@ -207,7 +207,7 @@ def test_derived_lightning_modules_alone_are_modules():
 
 def test_an_unknown_class_in_a_config(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {class_path: models.command_line_classes.Stak}\n")
-    with pytest.raises(UsageError, match="nearest: Stack"):
+    with pytest.raises(UsageError, match=r"did you mean .Stack."):
         ConfiguredRun(None, None, [f"--config={tmp_path / 'config.yaml'}"]).parse()
 
 

@@ -67,7 +67,7 @@ def test_cuts_inside_hugging_face_models():
 
 
 def test_unknown_cut_lists_the_nearest_names():
-    with pytest.raises(PartitionError, match=r"'layer\.2', which training_step never uses; nearest: \['layers\.2"):
+    with pytest.raises(PartitionError, match=r"'layer\.2', which training_step never uses; did you mean 'layers\.2"):
         run(make("Layers"), 2, ["layer.2"])
 
 

@@ -139,6 +139,12 @@ class TimesItsCount(Tokens):
         return token * (batch["labels"] % 5 != 0).sum() / len(logits)
 
 
+class ClassWeights(Tokens):
+    def loss(self, logits, batch):
+        weight = torch.arange(1, logits.shape[-1] + 1, dtype=logits.dtype)
+        return F.cross_entropy(logits.flatten(0, 1), self.labels(batch).flatten(), weight=weight)
+
+
 class Finetuned(Classifier):
     """A model of transformers that returns its loss."""
 
@@ -353,6 +359,8 @@ def test_start_table_names_the_means(worlds):
     assert of_labels.startswith(f"{weighted} number of labels that are not ignored: cross_entropy (test_means.py:")
     assert of_masks.startswith(f"{weighted} sum of a mask or of weights: div (test_means.py:")
     assert worlds.run(2, lines_at_start, TimesItsCount, {"microbatch_weight": by_sample}) == [[], []]
+    [of_weights], _ = worlds.run(2, lines_at_start, ClassWeights, {})
+    assert of_weights.startswith(f"{weighted} sum of the class weights of its labels: cross_entropy (test_means.py:")
 
 
 def fit_verified(module_class):

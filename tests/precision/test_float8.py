@@ -245,7 +245,7 @@ def test_wrong_arguments():
     with pytest.raises(Float8Error, match=r"recipe='blockwise'\) is unknown; use one of tensorwise"):
         Float8(recipe="blockwise")
     with pytest.raises(
-        Float8Error, match=r"names 'haed', which matches none of the 9 linear layers .* closest are head"
+        Float8Error, match=r"names 'haed', which matches none of the 9 linear layers .* did you mean '.*head'"
     ):
         Float8(exclude="haed", emulate=True).convert(Layers())
     with pytest.raises(Float8Error, match=r"Layers has no linear layer to convert: layers.0.0, .* \(excluded\)"):

@@ -203,7 +203,7 @@ def test_part_of_the_bytes_is_moved(worlds):
 def test_refusals(worlds):
     for arguments, message in [
         ({"to": "cpu"}, "ActivationOffload(to='cpu'): the device of this run is 'cpu', whose tensors are in host"),
-        ({"fraction": {"layer.*": 0.5}}, "names 'layer.*', which matches no layer; nearest: layers."),
+        ({"fraction": {"layer.*": 0.5}}, "names 'layer.*', which matches no layer; did you mean 'layers."),
         ({"fraction": [0.5, 0.5]}, "has 2 shares and the run has 1 stages"),
         ({"to": "disk:/no_disk/a"}, "ActivationOffload(to='disk:/no_disk/a'): /no_disk does not exist; mount the disk"),
         ({"to": "disk:/proc/no/folder"}, "ActivationOffload(to='disk:/proc/no/folder'): it cannot be written"),

@@ -9,7 +9,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from harness.fits import Run, check, fit, reference_of, refusal
+from lightning_hybrid.errors import TensorPlanError
+from lightning_hybrid.techniques.tensor_plans import check_is_even
 from lightning_hybrid.tensor.collectives import GroupRanks
+from lightning_hybrid.tensor.plan import UnitPlan
 from models.mixtures import Routers
 
 
@@ -106,6 +109,18 @@ def test_indivisible_size_is_refused_if_strict(worlds):
     )
     for text in worlds.run(5, refusal, fit, Run("GPT2", tp=5, strategy={"strict_layout": True})):
         assert re.search(message, text), text
+
+
+def test_layers_that_do_not_divide_are_refused_if_strict():
+    reasons = {"qkv.weight": "3 heads of qkv are not a multiple of 2 ranks"}
+    odd = UnitPlan(size=2, placements={}, uneven={"qkv": (3, "heads")}, replicated_reasons=reasons)
+    check_is_even({"blocks.0": dataclasses.replace(odd, replicated_reasons={})}, 2)  # split in another way
+    message = (
+        r"2 tensor ranks do not divide every layer: 3 heads of blocks.0.qkv and 1 more are not a multiple of 2;"
+        r" set tensor_parallel_size=3 on as many devices, or strict_layout=False"
+    )
+    with pytest.raises(TensorPlanError, match=message):
+        check_is_even({"blocks.0": odd, "blocks.1": odd}, 2)
 
 
 def test_weights_read_by_the_step_are_named(worlds):

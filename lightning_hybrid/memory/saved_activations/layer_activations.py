@@ -44,6 +44,7 @@ from lightning_hybrid.memory.saved_activations.storage import (
     StoredStorage,
     no_storage,
 )
+from lightning_hybrid.params.guards import below_read_guards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.randomness.generators import mix
 from lightning_hybrid.step.objects.tensors import storage_id
@@ -162,6 +163,7 @@ class LayerActivations:
 
         return run
 
+    @below_read_guards
     def _outside_storages(self, layer: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
         """Returns the storages that something else keeps alive: of parameters, buffers, and inputs without a node."""
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor and leaf.grad_fn is None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 
 from lightning_hybrid.errors import ActivationError
 from lightning_hybrid.memory.saved_activations.encoding import BITS
+from lightning_hybrid.text import meant_of
 
 Fraction: TypeAlias = float | Sequence[float] | Mapping[str, float]
 DISK = "disk:"
@@ -61,9 +61,9 @@ class Offload:
             shares = dict.fromkeys(layers, 0.0)
             for pattern, share in given.items():
                 if not fnmatch.filter(all_layers, pattern):
-                    near = ", ".join(difflib.get_close_matches(pattern, all_layers, n=3, cutoff=0.0))
                     raise ActivationError(
-                        f"ActivationOffload(fraction=...) names {pattern!r}, which matches no layer; nearest: {near}",
+                        f"ActivationOffload(fraction=...) names {pattern!r}, which matches no"
+                        f" layer{meant_of(pattern, all_layers)}",
                         entry="activation-offload-name",
                     )
                 shares |= dict.fromkeys(fnmatch.filter(layers, pattern), float(share))

@@ -32,11 +32,12 @@ from lightning_hybrid.run.description.memory import memory_of_ranks, memory_of_s
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.modules import shortened
-from lightning_hybrid.text import WIDTH, columns, sized, spanned, spanned_within, wrapped
+from lightning_hybrid.text import WIDTH, columns, counted, sized, spanned, spanned_within, wrapped
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
     "number of labels that are not ignored": ("classes",),
+    "sum of the class weights of its labels": ("weighted",),
     "number of elements": ("elements", "rows"),
     "sum of a mask or of weights": ("divisor",),
 }
@@ -127,7 +128,7 @@ def describe_techniques(run: Run) -> list[str]:
 def _describe_layout(layout: ParallelLayout) -> str:
     """Return the sizes of a layout in one line."""
     head = (
-        f"hybrid3d: {layout.world_size} ranks = pipeline {layout.pipeline_parallel_size}"
+        f"hybrid3d: {counted(layout.world_size, 'rank')} = pipeline {layout.pipeline_parallel_size}"
         f" x data {layout.data_parallel_size} x tensor {layout.tensor_parallel_size}"
     )
     if layout.context_parallel_size > 1:

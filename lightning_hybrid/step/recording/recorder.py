@@ -299,7 +299,7 @@ class Recorder(StepMode):
         if loss_required and (loss is None or not self.values[loss].requires_grad):
             raise no_loss_error(root, name, result)
         if loss_required:
-            check_scalar(root, name, result)
+            check_scalar(root, name, result, "a microbatch")
         kept = find_escaped_values(root, result, self)
         called = {node.unit for node in self._nodes if node.unit}
         read_around = {p for node in self._nodes if not node.unit for p in node.parameters}

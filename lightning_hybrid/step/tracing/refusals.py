@@ -38,14 +38,16 @@ def no_loss_error(root: nn.Module, name: str, result: Any) -> StepError:
     is_certain = result is not None and not isinstance(find_loss(result), Tensor)
     kind = LossError if is_certain else StepError
     return kind(
-        f"{name} returned {what} ({_line_of_return(type(root), name)}) and no loss that depends on a trainable"
+        f"{name} returned {what} ({line_of_return(type(root), name)}) and no loss that depends on a trainable"
         " parameter; return the loss tensor, or a dict with the key 'loss'",
         entry="no-loss",
     )
 
 
-def check_scalar(root: nn.Module, name: str, result: Any) -> None:
+def check_scalar(root: nn.Module, name: str, result: Any, given: str = "the batch") -> None:
     """Refuse a step whose result is, or has, a loss of several numbers, unless a ``backward`` of the user joins them.
+
+    ``given`` is what the step was given.
 
     Raises:
         LossError: It has no gradient by itself.
@@ -54,8 +56,8 @@ def check_scalar(root: nn.Module, name: str, result: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() == 1 or _has_own_backward(root):
         return
     raise LossError(
-        f"{name} returned a loss of shape {list(loss.shape)} ({_line_of_return(type(root), name)}); return one number,"
-        " such as loss.mean()",
+        f"{name} returned a loss of shape {list(loss.shape)} for {given} ({line_of_return(type(root), name)}); return"
+        " one number, such as loss.mean()",
         entry="loss-shape",
     )
 
@@ -66,7 +68,7 @@ def _has_own_backward(root: nn.Module) -> bool:
     return method is not None and method.__module__.split(".")[0] not in LIGHTNING
 
 
-def _line_of_return(kind: type, name: str) -> str:
+def line_of_return(kind: type, name: str) -> str:
     """``file:line`` where a step returns, or where it begins if it returns in several lines."""
     code = getattr(inspect.unwrap(getattr(kind, name)), "__code__", None)
     if code is None:

@@ -29,6 +29,7 @@ from lightning_hybrid.shared_memory.transfers import start_all_gather
 from lightning_hybrid.step.recording.kept import RecordedCall
 from lightning_hybrid.step.standins.numbers import is_known
 from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.step.tracing.refusals import line_of_return
 
 
 def silence_sync_dist_advice() -> Callable[[], None]:
@@ -99,7 +100,7 @@ def begin_logs(
 
         return wait_in_replica
     local = _by_key(module, logged)
-    exchange = _Exchange(local, mesh, skipped=skipped)
+    exchange = _Exchange(local, mesh, type(module), skipped=skipped)
 
     def wait() -> Callable[[], None]:
         compare()
@@ -210,7 +211,8 @@ def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -
 class _Exchange:
     """Reduces the values that replicas logged if all of them logged the same keys, in any order."""
 
-    def __init__(self, local: dict[Key, _Logged], mesh: Mesh, *, skipped: bool) -> None:
+    def __init__(self, local: dict[Key, _Logged], mesh: Mesh, kind: type, *, skipped: bool) -> None:
+        self._kind = kind
         self._own = {key: local[key] for key in sorted(local)}
         self._skipped = skipped
         self._count, self._group = mesh.size("data"), mesh.group("data")
@@ -237,9 +239,10 @@ class _Exchange:
         self._sums = sums[_HEADER - 1 :]
         if num_skipped not in (0, self._count):
             raise RanksDisagree(
-                f"training_step returned None on {num_skipped:.0f} of {self._count} replicas, this one"
-                f" {'included' if self._skipped else 'not among them'}; a step is skipped by all replicas or by none:"
-                " return a loss of zero that depends on the model (0.0 * output.sum()) instead",
+                f"training_step ({line_of_return(self._kind, 'training_step')}) returned None on {num_skipped:.0f} of"
+                f" {self._count} replicas, this one {'included' if self._skipped else 'not among them'}; a step is"
+                " skipped by all replicas or by none: return a loss of zero that depends on the model"
+                " (0.0 * output.sum()) instead",
                 entry="skipped",
             )
         high, low, high_squares, low_squares = map(int, sums[: _HEADER - 1])

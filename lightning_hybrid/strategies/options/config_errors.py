@@ -12,25 +12,29 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning_hybrid.namespace import extend
 from lightning_hybrid.strategies.options.foreign import refuse_foreign
-from lightning_hybrid.text import wrapped
+from lightning_hybrid.text import meant, meant_of, wrapped
 
-_PROBLEM = re.compile(r"^( *)(?:- )?Problem with given class_path '([\w.]+)':\n((?:\1 {3,}.*\n?)+)", re.MULTILINE)
+_PROBLEM = re.compile(r"^( *)(?:- )?Problem with given class_path '([\w.]+)':\n((?:\1 {3,}.*\n?|\n)+)", re.MULTILINE)
 _UNKNOWN = re.compile(r"Option '(\w+)' is not accepted")
 _NO_CLASS = re.compile(r"module '(lightning_hybrid[\w.]*)' has no attribute '(\w+)'")
 _WRONG_VALUE = re.compile(r'Parser key "([\w.]+)":')
-_EXPECTED = re.compile(r"Expected an? (?:<class ')?(?:typing\.)?(.+?)(?:'>)?(?:\. Got value.*)?$", re.MULTILINE)
+_EXPECTED = re.compile(
+    r"Expected an? (?!path but)(?:<class ')?(?:typing\.)?(.+?)(?:'>)?(?:\. Got value.*)?$", re.MULTILINE
+)
 _VALUE = re.compile(r"(?:Got|Given) value: (.*)$", re.MULTILINE)
 _NAME_ALONE = re.compile(r"dot import path string: (\w+)")
 _OPTION = re.compile(r"NestedArg\(key='(\w+)', val='?([^')]*)'?\)")
 _OF_TRAINER = re.compile(r"(?:Group 'trainer' does not accept option '|does not accept option 'trainer\.)(\w+)'")
 _RAISED = re.compile(r"^ *- (?!Expected a |Import path )(.+)$", re.MULTILINE)
 _MISPLACED = re.compile(r'Parser key "trainer.strategy":.*Strategy is abstract.*Given value: (\{.*)', re.DOTALL)
+_PRECISION = re.compile(r'^Parser key "trainer.precision":.*Given value: (.*)', re.DOTALL)
+_PRECISIONS = "lightning_hybrid.precision.hybrid"
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "NoneType": "null", "str": "text"}
 _PACKAGES = "", ".callbacks", ".optim"  # with the public classes that a config may name
 _STRATEGY = "lightning_hybrid.Hybrid3DStrategy"
@@ -73,6 +77,9 @@ def hint(message: str) -> tuple[str, str] | tuple[()]:
         return _of_class(path, reason.strip())
     if (name := _NAME_ALONE.search(message)) and (found := _of_name(name[1], _OPTION.search(message))):
         return found
+    if wrong_precision := _PRECISION.search(message):
+        value, names = wrong_precision[1], get_args(importlib.import_module(_PRECISIONS).PrecisionName)
+        return value, f"trainer.precision={value}: use one of {', '.join(names)}{meant(value, names)}"
     if misplaced := _MISPLACED.search(message):
         for key in re.findall(r"'(\w+)':", misplaced[1]):
             if key in _options():
@@ -89,17 +96,17 @@ def hint(message: str) -> tuple[str, str] | tuple[()]:
 def _of_class(path: str, reason: str) -> tuple[str, str]:
     name = path.rpartition(".")[2]
     if no_class := _NO_CLASS.match(reason):
-        known = [f"lightning_hybrid{each}.{public}" for each in _PACKAGES for public in _public(each)]
-        return no_class[2], f"there is no class {path}{_nearest(path, known, cutoff=0.85)}"
+        return no_class[2], f"there is no class {path}{_class_meant(no_class[2])}"
     if unknown := _UNKNOWN.match(reason):
         if path == _STRATEGY:
             try:
                 refuse_foreign({unknown[1]: "..."}, _options())
             except (TypeError, ValueError) as error:
                 return unknown[1], str(error)
-        return unknown[1], f"{name} has no argument {unknown[1]!r}{_nearest(unknown[1], _arguments(path))}"
+        return unknown[1], f"{name} has no argument {unknown[1]!r}{meant_of(unknown[1], _arguments(path))}"
     if key := _WRONG_VALUE.match(reason):
         kinds = (re.sub(r"^Literal\[(.*)\]$", r"\1", each) for each in _EXPECTED.findall(reason))
+        kinds = (re.sub(r"^dot import path string.*", "a class_path with init_args", each) for each in kinds)
         expected = dict.fromkeys(_TYPES.get(kind, kind) for kind in kinds)
         value = _VALUE.findall(reason)[-1:]
         return key[1], f"{name}({key[1]}={', '.join(value)}): use {' or '.join(expected)}"
@@ -109,13 +116,18 @@ def _of_class(path: str, reason: str) -> tuple[str, str]:
 def _of_name(name: str, option: re.Match[str] | None) -> tuple[str, str] | tuple[()]:
     """Return the same of a name, such as "hybrid3d", where a class is due."""
     key, value = option.groups() if option else ("", "")
-    near = difflib.get_close_matches(key, _options(), n=1)
-    if name.startswith("hybrid3d") or (name == "auto" and near):
-        meant = f"--trainer.strategy {_STRATEGY} --trainer.strategy.{near[0] if near else key} {value}"
-        return name, f"{name!r} is a name without options; use {meant if option else f'class_path: {_STRATEGY}'}"
+    options = difflib.get_close_matches(key, _options(), n=1)
+    if name.startswith("hybrid3d") or (name == "auto" and options):
+        flags = f"--trainer.strategy {_STRATEGY} --trainer.strategy.{options[0] if options else key} {value}"
+        return name, f"{name!r} is a name without options; use {flags if option else f'class_path: {_STRATEGY}'}"
+    return (name, f"there is no class {name}{near}") if (near := _class_meant(name)) else ()
+
+
+def _class_meant(name: str) -> str:
+    """The end of an error about an unknown class: the path of the nearest; "" if none is near."""
     known = {public: f"lightning_hybrid{each}.{public}" for each in _PACKAGES for public in _public(each)}
-    alike = difflib.get_close_matches(name, known, n=1)
-    return (name, f"there is no class {name}; did you mean {known[alike[0]]}?") if alike else ()
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {known[near[0]]!r}?" if near else ""
 
 
 def _place(word: str, arguments: Iterable[str]) -> str:
@@ -128,11 +140,6 @@ def _place(word: str, arguments: Iterable[str]) -> str:
                 if re.search(rf"\b{re.escape(word)}\b", line):
                     return f"{path}, line {number}: "
     return ""
-
-
-def _nearest(name: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(known)}"
 
 
 def _arguments(path: str) -> list[str]:

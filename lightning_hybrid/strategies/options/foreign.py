@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
+
+from lightning_hybrid.text import meant
 
 _ALWAYS = "leave it out: it is always so"
 _COMPRESSION = "set Trainer(callbacks=[GradientCompression(method)]), such as 'fp16', 'bf16', 'powersgd' or 'int8'"
@@ -196,6 +197,4 @@ def refuse_foreign(keywords: Mapping[str, Any], own: Collection[str]) -> None:
     for name, value in keywords.items():
         if name in _SHORT:
             raise TypeError(f"the strategy has no option {name!r}; set {_SHORT[name]}={reprlib.repr(value)}")
-        near = difflib.get_close_matches(name, own, n=3)
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise TypeError(f"the strategy has no option {name!r}{meant}")
+        raise TypeError(f"the strategy has no option {name!r}{meant(name, own)}")

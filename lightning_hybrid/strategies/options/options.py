@@ -153,8 +153,9 @@ class Options:
 
             check_styles(self.tensor_parallel_plan)
         compile_options(self.compile)
-        if not isinstance(self.optimizer_in_backward, bool):
-            raise TypeError(f"optimizer_in_backward={self.optimizer_in_backward!r}; use True or False")
+        for field in fields(self):
+            if field.type == "bool" and not isinstance(value := getattr(self, field.name), bool):
+                raise TypeError(f"{field.name}={value!r}; use True or False")
         if not isinstance(self.chunked_loss, bool) and not (is_count(self.chunked_loss) and self.chunked_loss > 1):
             raise ValueError(f"chunked_loss={self.chunked_loss!r}; use True, False or a number of chunks of 2 or more")
         if not is_count(self.expert_chunks):

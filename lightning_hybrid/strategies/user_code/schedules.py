@@ -19,7 +19,10 @@ from lightning_hybrid.errors import add_error_note
 _OBSERVERS = (Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar)
 _ENDS_OR_CHANGES = {"should_stop", "lr_schedulers", "lr_scheduler_configs"}
 _PACKAGES = {"lightning", "pytorch_lightning", "lightning_hybrid", "torch"}
-_REMEDY = "resume with the batch_size times replicas of the saved run; or give the schedule a new length"
+_REMEDY = (
+    "or resume with the batch_size times replicas of the saved run, or give the schedule the length of your code in"
+    " on_load_checkpoint (lightning-hybrid explain-error schedule-ended)"
+)
 
 
 def check_schedules(trainer: pl.Trainer) -> None:
@@ -36,7 +39,7 @@ def check_schedules(trainer: pl.Trainer) -> None:
         if trainer.ckpt_path and raises and coming < left:
             rank_zero_warn(
                 f"{type(scheduler).__name__} has {left} of its {end} steps left, and this run takes {coming} more: it"
-                f" ends before its schedule; {_REMEDY}"
+                f" ends before its schedule; set {_ends(trainer, left)}, {_REMEDY}"
             )
         if coming <= left or not (raises or trainer.ckpt_path):  # another schedule may be shorter on purpose
             continue
@@ -44,7 +47,7 @@ def check_schedules(trainer: pl.Trainer) -> None:
             f"{type(scheduler).__name__} has {left} of its {end} steps left, and this run takes"
             f" {'any number of' if math.isinf(coming) else coming} more"
         )
-        advice = f"; set {_ends(trainer, left)}; {_REMEDY}"
+        advice = f"; set {_ends(trainer, left)}, {_REMEDY}"
         if raises and not math.isinf(coming) and _runs_to_its_end(trainer):
             raise ValueError(f"{text}: it would raise at its step {end + 1}{advice}")
         rank_zero_warn(f"{text}{f': unless the run ends before, it raises at its step {end + 1}' * raises}{advice}")
@@ -57,7 +60,7 @@ def explain_schedule(error: BaseException, trainer: pl.Trainer) -> None:
             error,
             f"the learning-rate schedule ended at global_step={trainer.global_step}, before the run: build it with"
             " total_steps=self.trainer.estimated_stepping_batches and interval 'step'; a resumed run keeps the length"
-            f" that was saved: {_REMEDY}; explained by: lightning-hybrid explain-error schedule-ended",
+            f" that was saved: end it earlier, {_REMEDY}",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -24,6 +23,7 @@ from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.graph.partition import wrong_number_of_cuts
 from lightning_hybrid.optimizers.state_file import check_mount
 from lightning_hybrid.strategies.options.options import Options
+from lightning_hybrid.text import meant_of
 
 _PACKAGE = __name__.partition(".strategies.")[0]
 _NAMED_CHECKPOINTS = ("best", "last", "hpc")
@@ -43,6 +43,11 @@ def check_call(options: Options, function: Callable[..., Any], *args: Any, train
         BatchError: The loader's batches have fewer samples than ``num_microbatches``.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
+    if trainer is not None and not isinstance(accumulated := trainer.accumulate_grad_batches, int):
+        raise TypeError(
+            f"accumulate_grad_batches={accumulated!r}; use a whole number, or"
+            f" Trainer(callbacks=[GradientAccumulationScheduler({{0: 2, 4: 8}})]) for numbers by epoch"
+        )
     _check_checkpoint(given.get("ckpt_path"), trainer)
     if trainer is not None and trainer.state.fn == "fit":
         for where in options.offloaded.values():
@@ -94,10 +99,9 @@ def _check_cuts(options: Options, module: LightningModule) -> None:
         if cut not in known:
             first = next(name for name, _ in module.named_parameters())  # of the first stage, in all likelihood
             later = [name for name in layers if not first.startswith(f"{name}.")]
-            near = difflib.get_close_matches(cut, later, n=3, cutoff=0.0)
             raise UnfitError(
                 f"pipeline_cuts names {cut!r}, but {type(module).__name__} has no module of that name; name the first"
-                f" module of each stage but the first; nearest: {', '.join(near)}",
+                f" module of each stage but the first{meant_of(cut, later)}",
                 entry="cuts-name",
             )
 

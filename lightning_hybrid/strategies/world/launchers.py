@@ -26,7 +26,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_hybrid.errors import add_error_note
 from lightning_hybrid.mesh import is_lost_connection
-from lightning_hybrid.strategies.world.traces import shorten, shortening, trim
+from lightning_hybrid.strategies.world.traces import shorten, trim
 
 # The results that Lightning's own launcher returns are the weights, `callback_metrics`, and one `best_model_path`.
 _METRICS = ("logged_metrics", "progress_bar_metrics")
@@ -61,8 +61,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             RuntimeError: The program is no file that could be started again.
         """
         self.strategy.check_before_ranks(function, *args, **kwargs)
-        with shortening():
-            self._check_script()
+        self._check_script()
         return super().launch(function, *args, **kwargs)
 
     def _check_script(self) -> None:

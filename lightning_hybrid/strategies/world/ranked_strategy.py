@@ -18,6 +18,7 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -46,12 +47,20 @@ from lightning_hybrid.strategies.world.interface import name_interface
 from lightning_hybrid.strategies.world.launchers import ForkedRanksLauncher, ScriptLauncher
 from lightning_hybrid.strategies.world.ranks import RankWorld
 from lightning_hybrid.strategies.world.samplers import set_next_epoch, split_sampler_over_replicas
-from lightning_hybrid.strategies.world.traces import shorten, shortening
+from lightning_hybrid.strategies.world.traces import shorten
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_hybrid.predict.plans import Plan
+
+
+# Objects of Lightning that users pass, which Lightning does not check.
+_KINDS: dict[str, tuple[type, str]] = {
+    "cluster_environment": (ClusterEnvironment, "SLURMEnvironment()"),
+    "checkpoint_io": (CheckpointIO, "AsyncCheckpointIO()"),
+    "precision_plugin": (Precision, "HybridPrecision('bf16-mixed'), or set Trainer(precision='bf16-mixed')"),
+}
 
 
 class RankedStrategy(ParallelStrategy):
@@ -66,6 +75,9 @@ class RankedStrategy(ParallelStrategy):
 
     def __init__(self, options: Options, **lightning: Any) -> None:
         self.options = self._requested = options
+        for name, (kind, such_as) in _KINDS.items():
+            if not isinstance(given := lightning.get(name), kind | None):
+                raise TypeError(f"{name}={given!r}; use an object such as {such_as}")
         super().__init__(**lightning)
         self.num_nodes = 1
         self._requested_recompute: Recompute | None = None  # by a callback
@@ -245,15 +257,14 @@ class RankedStrategy(ParallelStrategy):
 
     def check_before_ranks(self, function: Any, *args: Any, **kwargs: Any) -> None:
         """Check sizes, precision, and the method of the Trainer that ranks are about to be started for."""
-        with shortening():
-            # A process that has asked a GPU for its arithmetic cannot fork ranks that use it.
-            if self.options.start_method == "popen" or self.root_device.type == "cpu":
-                self._check_precision(kwargs.get("trainer"))
-            if not self.options.asks_for_plan:
-                layout = self._resolve_layout()
-                if "trainer" in kwargs and kwargs["trainer"].state.fn == "fit":
-                    self.options.check_replicas(layout)
-            check_call(self.options, function, *args, **kwargs)
+        # A process that has asked a GPU for its arithmetic cannot fork ranks that use it.
+        if self.options.start_method == "popen" or self.root_device.type == "cpu":
+            self._check_precision(kwargs.get("trainer"))
+        if not self.options.asks_for_plan:
+            layout = self._resolve_layout()
+            if "trainer" in kwargs and kwargs["trainer"].state.fn == "fit":
+                self.options.check_replicas(layout)
+        check_call(self.options, function, *args, **kwargs)
 
     def _check_precision(self, trainer: pl.Trainer | None) -> None:
         precision = getattr(self.precision_plugin, "precision", "")

@@ -41,18 +41,8 @@ def shorten(error: BaseException, line: str = "", *, seconds: float = 0) -> None
         sys.excepthook = Shortening(sys.excepthook)
 
 
-@contextlib.contextmanager
-def shortening() -> Iterator[None]:
-    """Let Python print errors from inside, which nothing catches, by frames of the user's code."""
-    try:
-        yield
-    except Exception as error:
-        shorten(error)
-        raise
-
-
 class Shortening:
-    """Prints errors as the hook ``before`` does, but briefly if `shorten` was called with them; keeps none alive."""
+    """Prints errors as the hook ``before`` does, but briefly if this package refuses something, or by `shorten`."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -66,7 +56,8 @@ class Shortening:
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
         else:
-            self.before(kind, error, frames if line is None else trim(error).__traceback__)
+            is_shortened = line is not None or any(_is_refusal(frame) for frame in [*_frames(frames)][-1:])
+            self.before(kind, error, trim(error).__traceback__ if is_shortened else frames)
 
 
 def is_of_library(file: str) -> bool:
@@ -75,11 +66,11 @@ def is_of_library(file: str) -> bool:
 
 
 def trim(error: BaseException) -> BaseException:
-    """Leave only frames of the user's code in an error's traceback, and the last frame if it is another library's."""
+    """Leave only frames of the user's code in an error's traceback, and an operation of another library that failed."""
     frames = list(_frames(error.__traceback__))
     if frames and not _is_unexpected(frames[-1]):
         kept = [each for each in frames if not _is_of_library(each)]
-        if frames[-1] not in kept and not _file(frames[-1]).startswith(_OWN) and not _is_operation(frames[-1]):
+        if frames[-1] not in kept and not (_is_raise(frames[-1]) or _is_operation(frames[-1])):
             kept.append(frames[-1])
         trace = None
         for each in reversed(kept):
@@ -92,9 +83,16 @@ def trim(error: BaseException) -> BaseException:
 
 def _is_unexpected(last: TracebackType) -> bool:
     """Whether an error comes from this package, and neither on purpose nor from an operation of the user."""
-    line = linecache.getline(_file(last), last.tb_lineno)
-    is_on_purpose = line.lstrip().startswith("raise") or _is_operation(last)
-    return _file(last).startswith(_OWN) and not is_on_purpose
+    return _file(last).startswith(_OWN) and not (_is_raise(last) or _is_operation(last))
+
+
+def _is_refusal(last: TracebackType) -> bool:
+    """Whether this package raises an error on purpose; its message says more than the line that raises it."""
+    return _file(last).startswith(_OWN) and _is_raise(last)
+
+
+def _is_raise(frame: TracebackType) -> bool:
+    return linecache.getline(_file(frame), frame.tb_lineno).lstrip().startswith("raise")
 
 
 def _is_operation(frame: TracebackType) -> bool:

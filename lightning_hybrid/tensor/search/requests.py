@@ -10,7 +10,6 @@ it began with ``*.``. Of several patterns that name one module, the last counts.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import nn
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.tensor.plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.dataflow import may_be_linear
+from lightning_hybrid.text import meant_of
 
 Wanted = Literal["column", "row", "gathered", "replicated"]
 
@@ -76,9 +76,9 @@ def requests_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Requ
         if not matched:
             linears = [fqn for fqn, module in modules.items() if may_be_linear(module)]
             names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn) for fqn in linears))
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise TensorPlanError(
-                f"tensor_parallel_plan names {pattern!r}, which is no module; nearest: {near}", entry="plan-name"
+                f"tensor_parallel_plan names {pattern!r}, which is no module{meant_of(pattern, names)}",
+                entry="plan-name",
             )
         if request.wanted == "replicated":
             named = [fqn for fqn in modules if any(fqn == top or fqn.startswith(top + ".") for top in matched)]

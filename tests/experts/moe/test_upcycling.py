@@ -114,7 +114,7 @@ class Lone(Lit):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (Layers, {"pattern": "layer.*"}, r"'layer\.\*' matches no module of Layers.* nearest are .*layers"),
+        (Layers, {"pattern": "layer.*"}, r"'layer\.\*' matches no module of Layers.* did you mean 'layers"),
         (Layers, {"pattern": "layers"}, r"layers \(ModuleList\) cannot become experts: it takes no tensor"),
         (
             Layers,

@@ -41,10 +41,10 @@ def run_step(kind, size, pp, options):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_of_several_numbers_is_refused(worlds, layout):
     size, pp, options = LAYOUTS[layout]
-    number = 4 if layout == "replicas" else 2
+    number, given = (4, "the batch") if layout == "replicas" else (2, "a microbatch")
     line = ManyLosses.training_step.__code__.co_firstlineno + 1
     for text in worlds.run(size, run_step, ManyLosses, size, pp, options):
-        assert f"training_step returned a loss of shape [{number}] ({__file__}:{line}); return one number" in text
+        assert f"returned a loss of shape [{number}] for {given} ({__file__}:{line}); return one number" in text
 
 
 @pytest.mark.parametrize("layout", ["stages", "shares"])  # Lightning refuses it under replicas
@@ -72,7 +72,7 @@ def error_of_step(kind, options):
 def test_loss_of_several_numbers_is_refused_in_one_process():
     options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
     trainer = Trainer(accelerator="cpu", devices=1, strategy=Hybrid3DStrategy(), **options)
-    with pytest.raises(StepError, match=r"returned a loss of shape .4. "):
+    with pytest.raises(StepError, match=r"returned a loss of shape .4. for the batch "):
         trainer.fit(ManyLosses(), loader(4))
 
 

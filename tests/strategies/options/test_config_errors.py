@@ -34,7 +34,7 @@ def errors_of_config(capsys, folder, config):
     [
         (
             {"strategy": {"class_path": CLASS, "init_args": {"zero_stge": 3}}},
-            "config.yaml, line 5: the strategy has no option 'zero_stge'; did you mean zero_stage?",
+            "config.yaml, line 5: the strategy has no option 'zero_stge'; did you mean 'zero_stage'?",
         ),
         (
             {"strategy": {"class_path": CLASS, "zero_stage": 3}},
@@ -54,11 +54,11 @@ def errors_of_config(capsys, folder, config):
         ),
         (
             {"strategy": {"class_path": "lightning_hybrid.Hybrid3DStratgy"}},
-            f"line 3: there is no class lightning_hybrid.Hybrid3DStratgy; did you mean {CLASS}?",
+            f"line 3: there is no class lightning_hybrid.Hybrid3DStratgy; did you mean '{CLASS}'?",
         ),
         (
             {"strategy": {"class_path": "Hybrid3DStratgy"}},
-            f"line 3: there is no class Hybrid3DStratgy; did you mean {CLASS}?",
+            f"line 3: there is no class Hybrid3DStratgy; did you mean '{CLASS}'?",
         ),
         (
             {"strategy": {"class_path": "hybrid3d", "init_args": {"zero_stage": 1}}},
@@ -67,15 +67,24 @@ def errors_of_config(capsys, folder, config):
         (
             {"callbacks": [{"class_path": "lightning_hybrid.callbacks.ThroughputMonitr"}]},
             "line 3: there is no class lightning_hybrid.callbacks.ThroughputMonitr; did you mean"
-            " lightning_hybrid.callbacks.ThroughputMonitor",
+            " 'lightning_hybrid.callbacks.ThroughputMonitor'?",
         ),
         (
             {"callbacks": [{"class_path": "lightning_hybrid.callbacks.ThroughputMonitor", "init_args": {"windw": 3}}]},
-            "line 5: ThroughputMonitor has no argument 'windw'; did you mean window_size?",
+            "line 5: ThroughputMonitor has no argument 'windw'; did you mean 'window_size'?",
         ),
         (
             {"plugins": [{"class_path": "lightning_hybrid.HybridPrecision", "init_args": {"precison": "32-true"}}]},
-            "line 5: HybridPrecision has no argument 'precison'; did you mean precision?",
+            "line 5: HybridPrecision has no argument 'precison'; did you mean 'precision'?",
+        ),
+        (
+            {"strategy": {"class_path": CLASS, "init_args": {"precision_plugin": "16-true"}}},
+            "line 5: Hybrid3DStrategy(precision_plugin=16-true): use a class_path with init_args or null",
+        ),
+        (
+            {"precision": "bf16-mxed"},
+            "line 2: trainer.precision=bf16-mxed: use one of 32-true, bf16-mixed, bf16-true, 16-mixed, 16-true,"
+            " 64-true; did you mean 'bf16-mixed'?",
         ),
         (
             {"zero_stage": 1},
@@ -92,7 +101,7 @@ def test_an_error_of_a_config_is_one_line_with_its_place_and_the_nearest_names(c
 
 def test_an_option_of_the_command_line(capsys):
     text = errors_of(capsys, f"--trainer.strategy={CLASS}", "--trainer.strategy.zero_stag=3")
-    assert text == "error: the strategy has no option 'zero_stag'; did you mean zero_stage?\n"
+    assert text == "error: the strategy has no option 'zero_stag'; did you mean 'zero_stage'?\n"
 
 
 def test_options_of_a_name_get_the_class(capsys):
@@ -109,7 +118,7 @@ def test_order_of_imports_does_not_matter():
         source = "\n".join(("import sys", *order, "ArgumentParser().error(sys.argv[1])"))
         message = f"Problem with given class_path '{CLASS}':\n    Option 'zero_stag' is not accepted"
         result = subprocess.run([sys.executable, "-c", source, message], capture_output=True, text=True, check=False)
-        assert "did you mean zero_stage" in result.stderr, result.stderr
+        assert "did you mean 'zero_stage'" in result.stderr, result.stderr
 
 
 def test_other_errors_are_left_as_they_are(capsys):

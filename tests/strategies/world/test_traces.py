@@ -160,8 +160,14 @@ trainer.fit(Model(), loader(4))
         ("stage_widths=[3, 1]", 1, "needs a multiple of 4 ranks, but the world has 1; set devices=4"),
         ("schedule='1f2b'", 1, "zero_bubble_searched; did you mean '1f1b'?"),
         ("", 2, "this program came from python -c"),
+        ("", "2, pipeline_parallel_size=2", "strategy=Hybrid3DStrategy(pipeline_parallel_size=2)"),
+        ("", "2, gradient_clip_val='1'", "`gradient_clip_val` should be an int or a float"),
+        ("precision_plugin=lightning_hybrid.HybridPrecision('bf17')", 2, "precision='bf17' is unknown"),
+        ("strict_layout='no'", 2, "strict_layout='no'; use True or False"),
+        ("precision_plugin='16-true'", 2, "use an object such as HybridPrecision('bf16-mixed')"),
+        ("", "2, accumulate_grad_batches={0: 2}", "accumulate_grad_batches={0: 2}; use a whole number"),
     ],
-    ids=["step", "sizes", "option", "no-file"],
+    ids=["step", "sizes", "option", "no-file", "trainer", "clipping", "precision", "switch", "plugin", "accumulate"],
 )
 def test_errors_of_one_process_have_frames_of_the_user(options, devices, words):
     code, output, _ = run([sys.executable, "-c", ONE_PROCESS.format(options=options, devices=devices)])

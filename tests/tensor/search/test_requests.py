@@ -96,7 +96,7 @@ def test_last_pattern_counts():
 @pytest.mark.parametrize(
     ("unit", "plan", "words"),
     [
-        ("mlp", {"layers.*.down": "rowwise"}, ["'layers.*.down'", "no module", "nearest: ['layers.*."]),
+        ("mlp", {"layers.*.down": "rowwise"}, ["'layers.*.down'", "no module", "did you mean 'layers.*."]),
         ("mlp", {"layers.0.1": "rowwise"}, ["'layers.0.1': 'rowwise'", "ReLU", "none that multiplies"]),
         ("mlp", {"0": "rowwise"}, ["layers.0.0 is rowwise", "no colwise linear feeds it", "from no linear"]),
         ("mlp", {"2": "colwise"}, ["layers.0.2 is colwise", "read by no linear", "colwise_gather_output"]),
