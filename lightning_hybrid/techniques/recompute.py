@@ -20,10 +20,10 @@ from lightning_hybrid.memory.amounts import parse_budget
 from lightning_hybrid.memory.free import free_bytes
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport
 from lightning_hybrid.memory.recompute.layers import Recomputation
-from lightning_hybrid.memory.recompute.policies import Policy, Recompute, is_selective, layer_policies, names_around
+from lightning_hybrid.memory.recompute.policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.predict.ranks import RankMemory
-from lightning_hybrid.step.objects.modules import find_layers, shortened
+from lightning_hybrid.step.objects.modules import find_layers, names_around, shortened
 from lightning_hybrid.step.recording.units import experts_in_layers
 from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.strategies.options.options import Options

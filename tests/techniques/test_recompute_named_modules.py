@@ -1,6 +1,7 @@
 """Modules that contain layers, recomputed as one where they are named: blocks with lists of heads and of experts."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -8,17 +9,21 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from harness.fits import Run, assert_bitwise_equal, check, fit
 from harness.live_storages import LiveStorages
 from lightning_hybrid.callbacks import ActivationCompression
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute.policies import layer_policies
+from lightning_hybrid.planning.plan import make_plan
 from lightning_hybrid.techniques.layers import LayerTechnique, computed_parameters
 from lightning_hybrid.techniques.recompute import recompute_plain_layers
-from models.hand_written import VOCABULARY, WIDTH, Lit, mlp
+from models.cases import Samples
+from models.hand_written import LENGTH, VOCABULARY, WIDTH, Lit, mlp
 from models.mixtures import Expert, LoopedExperts
 
+pl = importlib.import_module("lightning.pytorch")
 SLOW = pytest.mark.slow
 
 
@@ -140,6 +145,57 @@ def test_stages_recompute_the_same_modules(worlds, pp):
     for rank in worlds.run(pp, policies_of, recomputed(Run(Blocks, pp=pp), {Block: "full", "blocks.3": 0.5})):
         chosen = {fqn: policy for fqn, policy in rank.items() if policy != "keep"}
         assert chosen == {**{f"blocks.{k}": "full" for k in range(3)}, "blocks.3": 0.5}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class WholeNet(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Net()])
+
+
+@pytest.mark.parametrize("recompute", [[Net], ["blocks.0"]], ids=["class", "name"])
+def test_what_stages_cut_is_recomputed_unit_by_unit(worlds, recompute):
+    assert recomputed_names(recompute, WholeNet()) == ["blocks.0"]
+    for rank in worlds.run(2, policies_of, recomputed(Run(WholeNet, pp=2), recompute)):
+        units = [fqn for fqn, policy in rank.items() if policy == "full"]
+        assert len(units) > 1 and all(fqn.startswith("blocks.0.blocks.") for fqn in units)
+
+
+class Static(Blocks):
+    """The same with lists whose members are all called, which plans record."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.moe = nn.Identity()
+
+
+def plan_of(recompute):
+    module = Static()
+    loader = DataLoader(Samples(module.kind, 16, torch.float32), batch_size=8)
+    [memory] = make_plan(pl, module, {"train_dataloaders": loader}, 1, {"recompute": recompute}, "32-true").memory
+    return memory.activations
+
+
+def test_plans_count_what_named_modules_save():
+    """Each block saves its input alone; layers save theirs, and what is computed between them."""
+    values = 8 * LENGTH * WIDTH * 4
+    kept, parts, blocks = plan_of(None), plan_of("full"), plan_of([Block])
+    assert blocks < parts < kept
+    assert blocks - plan_of(["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed", "head"]) <= values
+    saved = [plan_of([f"blocks.{k}" for k in range(count)]) for count in range(1, 5)]
+    assert len({before - after for before, after in zip([kept, *saved], saved, strict=False)}) == 1
 
 
 def recomputed_names(recompute, module=None):

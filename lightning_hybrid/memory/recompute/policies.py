@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.amounts import parse_budget
+from lightning_hybrid.step.objects.modules import names_around
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]
@@ -96,11 +97,6 @@ def layer_policies(
     containing = {name for fqn in modules for name in names_around(fqn)}
     outermost = (fqn for fqn in modules if not any(name in policies for name in names_around(fqn)))
     return {fqn: policies.get(fqn, "keep") for fqn in outermost if fqn in policies or fqn not in containing}
-
-
-def names_around(fqn: str) -> list[str]:
-    """Returns the FQNs of the modules around a module, the outermost first, without the root."""
-    return [fqn[:end] for end, character in enumerate(fqn) if character == "."]
 
 
 def _chosen(choice: Layers, layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> list[str]:
