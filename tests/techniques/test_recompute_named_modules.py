@@ -111,6 +111,26 @@ def test_bitwise_equal(worlds, run):
     assert_bitwise_equal(worlds.run(run.world_size, fit, recomputed(run, [Block])), kept)
 
 
+class ByUser(Blocks):
+    by_user = True
+
+
+class ExactByUser(ExactBlocks):
+    by_user = True
+
+
+@pytest.mark.parametrize(
+    ("case", "kept", "strategy"),
+    [(ByUser, Blocks, {"recompute": "full"}), (ExactByUser, ExactBlocks, {"techniques": [Halved()]})],
+    ids=["recomputed", "technique"],
+)
+def test_layers_inside_of_the_users_checkpoints(worlds, case, kept, strategy):
+    """They run in the backward as in the forward, also where Lightning runs it."""
+    run = Run(kept, microbatches=1, strategy={name: value for name, value in strategy.items() if name != "recompute"})
+    expected = worlds.run(1, fit, run)
+    assert_bitwise_equal(worlds.run(1, fit, dataclasses.replace(run, case=case, strategy=strategy)), expected)
+
+
 def test_what_is_recomputed_is_not_compressed(worlds):
     run = Run(Blocks)
     kept = worlds.run(1, fit, run)
@@ -158,7 +178,7 @@ class Net(nn.Module):
         return x
 
 
-class WholeNet(Blocks):
+class Enclosed(Blocks):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Net()])
@@ -166,8 +186,8 @@ class WholeNet(Blocks):
 
 @pytest.mark.parametrize("recompute", [[Net], ["blocks.0"]], ids=["class", "name"])
 def test_what_stages_cut_is_recomputed_unit_by_unit(worlds, recompute):
-    assert recomputed_names(recompute, WholeNet()) == ["blocks.0"]
-    for rank in worlds.run(2, policies_of, recomputed(Run(WholeNet, pp=2), recompute)):
+    assert recomputed_names(recompute, Enclosed()) == ["blocks.0"]
+    for rank in worlds.run(2, policies_of, recomputed(Run(Enclosed, pp=2), recompute)):
         units = [fqn for fqn, policy in rank.items() if policy == "full"]
         assert len(units) > 1 and all(fqn.startswith("blocks.0.blocks.") for fqn in units)
 

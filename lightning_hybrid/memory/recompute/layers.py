@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 from lightning_hybrid.memory.recompute.policies import Policy, is_selective
 from lightning_hybrid.memory.recompute.selective import LayerRun, SelectedResults, plain_tensors
-from lightning_hybrid.patching import Replacement, replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.predict.ranks import SELECTIVE_SHARE
 from lightning_hybrid.step.objects.modules import copied, may_change
 
@@ -102,15 +102,14 @@ class Recomputation:
 
 
 class _ModuleState:
-    """Snapshot of a layer for its recomputation: of buffers, replaced forwards, and tensors in place of parameters.
+    """Snapshot of a layer's buffers, and of tensors in place of parameters, for its recomputation.
 
     Buffers are copied, so the layer's own are not written again. Tensors that ``torch.func.functional_call`` puts in
-    place of parameters are removed again before the recomputation, as are forwards of what the layer contains, which
-    gather or shard its parts.
+    place of parameters are removed again before the recomputation.
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._entries: list[tuple[dict[str, Any], str, Any, bool]] = []  # dict, name, value, whether it is a copy
+        self._entries: list[tuple[dict[str, Any], str, Tensor, bool]] = []  # dict, name, tensor, whether it is a copy
         for module in layer.modules():
             for name, tensor in module._parameters.items():
                 if tensor is not None and type(tensor) is not nn.Parameter:
@@ -118,20 +117,14 @@ class _ModuleState:
             for name, buffer in module._buffers.items() if layer.training else ():
                 if buffer is not None:
                     self._entries.append((module._buffers, name, buffer.detach().clone(), True))
-            forward = module.__dict__.get("forward")
-            if module is not layer and isinstance(forward, Replacement):
-                self._entries.append((module.__dict__, "forward", forward, False))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        now = [members.get(name, self) for members, name, *_ in self._entries]
+        now = [members[name] for members, name, *_ in self._entries]
         for members, name, before, is_copy in self._entries:
             members[name] = before.clone() if is_copy else before
         try:
             yield
         finally:
-            for (members, name, *_), value in zip(self._entries, now, strict=True):
-                if value is self:  # there was none
-                    del members[name]
-                else:
-                    members[name] = value
+            for (members, name, *_), tensor in zip(self._entries, now, strict=True):
+                members[name] = tensor
