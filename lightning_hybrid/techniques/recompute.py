@@ -51,9 +51,8 @@ class Recomputing(Technique):
                 compiled.
         """
         setting = run.setting
-        budget = budgeted_layers(
-            setting.recompute, setting.world, setting.options, syncs_norms=setting.norms is not None
-        )
+        syncs = setting.norms is not None
+        budget = budgeted_layers(setting.recompute, setting.world, setting.options, syncs_norms=syncs)
         shared = [each for technique in run.techniques for each in technique.inseparable()]
         how: dict[str, Any] = {"compiled": setting.options.compile is not None, "budget": budget, "shared": shared}
         if run.is_pipelined:
@@ -213,8 +212,8 @@ def recompute_plain_layers(
     shared: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
-    units = dict(root.named_children())
-    policies = _policies(root, recompute, units, shared, compiled_modules(root), compiled=compiled)
+    units, by_user = dict(root.named_children()), compiled_modules(root)
+    policies = _policies(root, recompute, units, shared, by_user, compiled=compiled)
     return Recomputation(_modules(root, policies), policies, budget=budget)
 
 
@@ -232,8 +231,7 @@ def _policies(
     A named module that is no part of a unit, as stages cut it, is recomputed unit by unit.
 
     Raises:
-        RecomputeError: There is no layer, or a pattern matches none; or a budget would have to choose for a layer that
-            the user compiled.
+        RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user compiled.
     """
     smallest, layers = find_layers(units, shared), find_layers(units, [*shared, *experts_in_layers(root)])
     if not layers:
@@ -247,8 +245,7 @@ def _policies(
         for fqn, policy in layer_policies(recompute, layers, modules).items()
         for part in ([unit for unit in units if unit in around and _is_in(unit, fqn)] or [fqn])
     }
-    is_budget = parse_budget(recompute) is not None
-    compiled = compiled and not is_budget  # a budget recomputes compiled layers in full, or not at all
+    compiled &= not (is_budget := parse_budget(recompute) is not None)  # it recomputes these in full, or not at all
     for fqn, layer in _modules(root, policies).items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
             if is_budget:
