@@ -22,7 +22,7 @@ class ActivationCheckpointing(Callback):
 
     Args:
         recompute: "full" or "selective" for all layers, or the share of bytes that selective ones save; n for every
-            n-th; names of layers, with wildcards, or classes; a mapping of these to such policies or "keep"; or a
+            n-th; names of modules, with wildcards, or classes; a mapping of these to such policies or "keep"; or a
             budget of the rank such as "6GiB", or "50%" of the free memory.
 
     Raises:

@@ -165,10 +165,11 @@ def message_bytes(assignment: Assignment) -> list[int]:
 
 
 def _saved_share(node: Node, policies: Policies) -> float:
-    """The share of its inner bytes that a node saves, by the policies of the layers in it."""
+    """The share of its inner bytes that a node saves, by the policies of the layers in it, or of the one around it."""
     if not node.unit:
         return 1.0
-    inside = [policy for fqn, policy in policies.items() if fqn == node.unit or fqn.startswith(f"{node.unit}.")]
+    unit = f"{node.unit}."
+    inside = [policy for fqn, policy in policies.items() if f"{fqn}.".startswith(unit) or unit.startswith(f"{fqn}.")]
     shares = {"keep": 1.0, "full": 0.0, "selective": SELECTIVE_SHARE}
     found = [shares[policy] if isinstance(policy, str) else policy for policy in inside]
     return sum(found) / len(found) if found else 1.0

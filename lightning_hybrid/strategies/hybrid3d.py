@@ -85,11 +85,11 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             "gradients" and "optimizer_states" to these. None, and "auto" unless planned, is nothing.
         optimizer_in_backward: Steps a layer within the backward, once its gradients are averaged, and frees these.
         recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
-            every n-th; names with wildcards, or classes; "selective" for all, which save the results of expensive
-            operations, or the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names
-            or classes to such policies or "keep". A budget such as "6GiB", or "50%" of the free memory, is what this
-            rank may use in total; the least recomputation under it is chosen once the optimizer has stepped twice.
-            None, and "auto" unless planned, is no layer.
+            every n-th; names with wildcards, or classes, of modules, each recomputed as one; "selective" for all, which
+            save the results of expensive operations, or the share of bytes that these save, such as 0.3 ("selective" is
+            0.4); or a mapping of names or classes to such policies or "keep". A budget such as "6GiB", or "50%" of the
+            free memory, is what this rank may use in total; the least recomputation under it is chosen once the
+            optimizer has stepped twice. None, and "auto" unless planned, is no layer.
         chunked_loss: Computes a cross entropy over the vocabulary in chunks of positions, without the logits of the
             full batch: True for chunks of 256 to 512 positions (on GPUs 1,024 to 2,048), by the width, or the number of
             chunks. "auto" is False unless planned.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.plan import TraceVariant
 from lightning_hybrid.predict.ranks import RankMemory
-from lightning_hybrid.step.objects.modules import find_layers, shortened
+from lightning_hybrid.step.objects.modules import find_layers, names_around, shortened
+from lightning_hybrid.step.recording.units import experts_in_layers
 from lightning_hybrid.step.tracing.compiled import compiled_modules
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.strategies.world.callbacks import RunCallback
@@ -50,15 +51,10 @@ class Recomputing(Technique):
                 compiled.
         """
         setting = run.setting
-        budget = budgeted_layers(
-            setting.recompute, setting.world, setting.options, syncs_norms=setting.norms is not None
-        )
-        lists = [each for technique in run.techniques for each in technique.inseparable()]
-        how: dict[str, Any] = {
-            "compiled": setting.options.compile is not None,
-            "budget": budget,
-            "closed": lists,
-        }
+        syncs = setting.norms is not None
+        budget = budgeted_layers(setting.recompute, setting.world, setting.options, syncs_norms=syncs)
+        shared = [each for technique in run.techniques for each in technique.inseparable()]
+        how: dict[str, Any] = {"compiled": setting.options.compile is not None, "budget": budget, "shared": shared}
         if run.is_pipelined:
             self.layers = recompute_layers(setting.module, setting.recompute, run.plan.first, run.plan.stages, **how)
         else:
@@ -184,36 +180,27 @@ def recompute_layers(
     *,
     compiled: bool,
     budget: BudgetedLayers | None = None,
-    closed: Collection[nn.Module] = (),
+    shared: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers of a recorded step, as far as they are in the local stages ``here``.
 
-    Members of the lists ``closed`` (experts that ranks share) are recomputed with the layer that routes tokens to them.
+    Members of the lists ``shared`` (experts that ranks share) are recomputed with the layer that routes tokens to them.
 
     Raises:
         RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user compiled.
     """
     recording, assignment = variant.recording, variant.assignment
-    layers = find_layers(recording.units, closed)
-    if not layers:
-        raise RecomputeError(
-            f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
-        )
     by_user = compiled_modules(root, recording.units.values())
-    policies = _policies(recompute, layers, by_user, compiled=compiled)
+    policies = _policies(root, recompute, recording.units, shared, by_user, compiled=compiled)
     stages: dict[str, set[int]] = {}
     for node, stage in zip(recording.graph.nodes, assignment.node_stage, strict=True):
         if node.unit:
             stages.setdefault(node.unit, set()).add(stage)
             if recording.templates[node.index].attribute_inputs:
                 # A second run would find on its modules what the next microbatch left there.
-                policies |= {fqn: "keep" for fqn in layers if _is_in(fqn, node.unit)}
-    local_layers = {
-        fqn: layer
-        for fqn, layer in layers.items()
-        if any(_is_in(fqn, unit) and at & set(here) for unit, at in stages.items())
-    }
-    return Recomputation(local_layers, policies, keyed=True, budget=budget)
+                policies |= {fqn: "keep" for fqn in policies if _is_in(fqn, node.unit)}
+    local = [fqn for fqn in policies if any(_is_in(fqn, unit) and at & set(here) for unit, at in stages.items())]
+    return Recomputation(_modules(root, local), policies, keyed=True, budget=budget)
 
 
 def recompute_plain_layers(
@@ -222,30 +209,44 @@ def recompute_plain_layers(
     *,
     compiled: bool,
     budget: BudgetedLayers | None = None,
-    closed: Collection[nn.Module] = (),
+    shared: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
-    layers = find_layers(dict(root.named_children()), closed)
+    units, by_user = dict(root.named_children()), compiled_modules(root)
+    policies = _policies(root, recompute, units, shared, by_user, compiled=compiled)
+    return Recomputation(_modules(root, policies), policies, budget=budget)
+
+
+def _policies(
+    root: nn.Module,
+    recompute: Recompute,
+    units: Mapping[str, nn.Module],
+    shared: Collection[nn.Module],
+    by_user: Collection[int],
+    *,
+    compiled: bool,
+) -> dict[str, Policy]:
+    """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full.
+
+    A named module that is no part of a unit, as stages cut it, is recomputed unit by unit.
+
+    Raises:
+        RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user compiled.
+    """
+    smallest, layers = find_layers(units, shared), find_layers(units, [*shared, *experts_in_layers(root)])
     if not layers:
         raise RecomputeError(
             f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
         )
-    policies = _policies(recompute, layers, compiled_modules(root), compiled=compiled)
-    return Recomputation(layers, policies, budget=budget)
-
-
-def _policies(
-    recompute: Recompute, layers: dict[str, nn.Module], by_user: Collection[int], *, compiled: bool
-) -> dict[str, Policy]:
-    """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full.
-
-    Raises:
-        RecomputeError: A pattern matches no layer; or a budget would have to choose for a layer that the user compiled.
-    """
-    policies = layer_policies(recompute, layers)
-    is_budget = parse_budget(recompute) is not None
-    compiled = compiled and not is_budget  # a budget recomputes compiled layers in full, or not at all
-    for fqn, layer in layers.items():
+    around = _modules(root, dict.fromkeys(name for fqn in smallest for name in (*names_around(fqn), fqn)))
+    modules = {fqn: each for fqn, each in around.items() if not isinstance(each, nn.ModuleList | nn.ModuleDict)}
+    policies = {
+        part: policy
+        for fqn, policy in layer_policies(recompute, layers, modules).items()
+        for part in ([unit for unit in units if unit in around and _is_in(unit, fqn)] or [fqn])
+    }
+    compiled &= not (is_budget := parse_budget(recompute) is not None)  # it recomputes these in full, or not at all
+    for fqn, layer in _modules(root, policies).items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
             if is_budget:
                 raise RecomputeError(
@@ -256,6 +257,10 @@ def _policies(
                 )
             policies[fqn] = "full"
     return policies
+
+
+def _modules(root: nn.Module, fqns: Iterable[str]) -> dict[str, nn.Module]:
+    return {fqn: root.get_submodule(fqn) for fqn in fqns}
 
 
 def _is_in(fqn: str, unit: str) -> bool:

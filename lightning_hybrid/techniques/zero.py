@@ -21,7 +21,7 @@ from lightning_hybrid.params.guards import can_guard
 from lightning_hybrid.params.shards import AxisSharding
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.predict.ranks import Footprint
-from lightning_hybrid.step.objects.modules import find_layers
+from lightning_hybrid.step.objects.modules import find_layers, names_around
 from lightning_hybrid.step.standins.tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.options import Options
 from lightning_hybrid.techniques.adascale import has_adascale
@@ -226,10 +226,12 @@ class Zero(Technique):
         """Return the bytes of shards, and of the layers that are full for a moment: two, or all of them."""
         if not self.shardings:
             return None
-        layers: dict[str, int] = {}
+        layers, again = dict[str, int](), {fqn for fqn, policy in run.policies.items() if policy != "keep"}
         for each in parameters:
             size = (each.nbytes if self.stage == 3 else 0) + each.gradient_bytes
-            layers[each.layer] = layers.get(each.layer, 0) + size
+            # What is recomputed as one is full at a time.
+            layer = next((fqn for fqn in names_around(each.layer) if fqn in again), each.layer)
+            layers[layer] = layers.get(layer, 0) + size
         outside, sizes = layers.pop("", 0), sorted(layers.values())
         return Footprint(
             parameters=sum(each.shard_bytes if self.stage == 3 else each.nbytes for each in parameters),

@@ -6,7 +6,8 @@ Two policies, with the same results:
   backward, and everything is freed at its end. One gather and one reduction per step, whatever the number of
   microbatches; within the step this rank holds all of its stages.
 * per layer: gathered before its forward, freed after it, gathered again when a backward reaches its outputs, and freed
-  when that comes to another layer, for each microbatch. Within the step this rank holds two layers at a time.
+  when that comes to another layer, for each microbatch. Within the step this rank holds two layers at a time, and
+  besides what is recomputed with them, since its backward follows.
 
 All ranks of a shard launch the same collectives in the same order, whatever order a rank's code takes: by [Note: one
 order] sums of gradients, and gathers of the first policy, go in the order of the layers. Gathers of the second policy
@@ -410,7 +411,7 @@ class ZeroSharding(Active):
         groups, frees = self._layers[fqn], self._by_layer
         is_in_backward = torch._C._current_graph_task_id() != -1  # a forward that runs again
         following = self._previous if is_in_backward else self._next
-        if frees:
+        if frees and not is_in_backward:  # else the backward is still in the layers that it has reached
             self._leave_for(fqn)
         self._gather(groups, following.get(fqn, ()) if frees else ())
         for group in groups if fqn in self._read_before_backward else ():
@@ -423,8 +424,6 @@ class ZeroSharding(Active):
             yield partial(self._gather_in_backward, fqn, first_node) if frees else _unchanged
         finally:
             self.running_layers.discard(fqn)
-            if frees and is_in_backward:
-                self._in_backward.add(fqn)
             for group in groups if frees and not is_in_backward else ():
                 group.free()
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.live_storages import LiveStorages
 from lightning_hybrid.memory.recompute.layers import Recomputation
 from lightning_hybrid.memory.recompute.policies import layer_policies
-from lightning_hybrid.memory.recompute.selective import LayerCosts, Product
+from lightning_hybrid.memory.recompute.selective import LayerCosts, LayerRun, Product
 from lightning_hybrid.step.objects.modules import find_layers
 
 
@@ -311,3 +311,12 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.forwards += func is torch.ops.aten.addmm.default
         return func(*args, **(kwargs or {}))
+
+
+def test_keeps_at_most_the_bytes_of_the_choice():
+    """Products inside of a layer may get more rows than when they were chosen, as experts do."""
+    layer, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 8)), torch.ones(16, 8)
+    for most, kept in [(16 * 20 * 4, [0, 1, 2]), (16 * 12 * 4, [0, 1]), (16 * 8 * 4, [0]), (16 * 4 * 4, [1])]:
+        with LayerRun(frozenset({0, 1, 2}), most) as run:
+            layer(x)
+        assert list(run.kept) == kept

@@ -336,7 +336,7 @@ class BudgetedLayers:
         if storage_bytes(inputs) > plan.input_bytes:
             self._needs_profile = True
             plan = plan if self.is_agreed else _IN_FULL
-        return None if plan.keeps_all else LayerRun(plan.kept)
+        return None if plan.keeps_all else LayerRun(plan.kept, plan.bytes_of(plan.costs))
 
 
 class _Program:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.amounts import parse_budget
+from lightning_hybrid.step.objects.modules import names_around
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]
@@ -52,16 +54,26 @@ def _is_module_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def layer_policies(recompute: Recompute | None, layers: Mapping[str, nn.Module]) -> dict[str, Policy]:
-    """Returns the policy of each of the module's layers, in order, by FQN.
+def layer_policies(
+    recompute: Recompute | None,
+    layers: Mapping[str, nn.Module],
+    modules: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> dict[str, Policy]:
+    """Returns the policy of each layer of a module, in order, by FQN; layers are not inside of each other.
 
     ``recompute`` is a policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective
-    layer saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``), or classes, of layers
-    that are recomputed; or these with a policy each: the last that matches a layer counts. With a budget, all layers
-    save the least until the budget chooses.
+    layer saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``), or classes, of what is
+    recomputed; or these with a policy each: the last that matches counts. With a budget, all layers save the least
+    until the budget chooses.
+
+    Args:
+        recompute: The option.
+        layers: The layers where nothing is named.
+        modules: Those that can be named, in order: besides layers, modules that contain some or are parts of one. A
+            named module is a layer, whatever it contains. None if only layers can be named.
 
     Raises:
-        RecomputeError: A pattern matches no layer, or no layer is of a class.
+        RecomputeError: A pattern matches nothing, nothing is of a class, or a choice is inside of another one.
     """
     if parse_budget(recompute) is not None:
         return dict.fromkeys(layers, 0.0)
@@ -71,26 +83,50 @@ def layer_policies(recompute: Recompute | None, layers: Mapping[str, nn.Module])
     if isinstance(recompute, int):
         return {fqn: "keep" if number % recompute else "full" for number, fqn in enumerate(layers)}
     choices: Mapping[Any, Policy] = recompute if isinstance(recompute, Mapping) else dict.fromkeys(recompute, "full")
-    policies: dict[str, Policy] = dict.fromkeys(layers, "keep")
+    modules, policies = modules or layers, dict[str, Policy]()
     for choice, policy in choices.items():
-        policies |= dict.fromkeys(_chosen_layers(choice, layers), policy)
-    return policies
+        for fqn in _chosen(choice, layers, modules):
+            outer = next((name for name in names_around(fqn) if name in policies), fqn)
+            if policies.setdefault(outer, policy) != policy and outer != fqn:
+                raise RecomputeError(
+                    f"recompute names {fqn} with {policy!r}, which is inside of {outer} with {policies[outer]!r}; leave"
+                    f" one of the two out, or name the parts of {outer}",
+                    entry="recompute-name",
+                )
+            policies[outer] = policy
+    containing = {name for fqn in modules for name in names_around(fqn)}
+    outermost = (fqn for fqn in modules if not any(name in policies for name in names_around(fqn)))
+    return {fqn: policies.get(fqn, "keep") for fqn in outermost if fqn in policies or fqn not in containing}
 
 
-def _chosen_layers(choice: Layers, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Returns the FQNs that a pattern matches, or of the layers of a class."""
+def _chosen(choice: Layers, layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> list[str]:
+    """Returns the FQNs of what a choice names: of modules inside of each other the outermost.
+
+    A pattern with a wildcard names layers, and the members of a list, if it has as many parts as their names:
+    ``blocks.*`` are the blocks, whatever these contain, and ``model.*`` are all layers in ``model``.
+    """
     if isinstance(choice, str):
-        if matched := fnmatch.filter(layers, choice):
-            return matched
-        near = ", ".join(difflib.get_close_matches(choice, layers, n=3, cutoff=0.0))
-        raise RecomputeError(
-            f"recompute names {choice!r}, which matches no layer; nearest: {near}", entry="recompute-name"
-        )
-    if of_class := [fqn for fqn, layer in layers.items() if isinstance(layer, choice)]:
-        return of_class
-    classes = ", ".join(sorted({type(layer).__name__ for layer in layers.values()}))
-    raise RecomputeError(
-        f"recompute: no layer is a {choice.__name__}; the layers, which are recomputed in full or in part, are"
-        f" {', '.join(layers)}, of {classes}",
-        entry="recompute-name",
-    )
+        members = [fqn for fqn in modules if fqn.count(".") == choice.count(".") and _is_member(fqn, modules)]
+        found = fnmatch.filter([*members, *layers], choice) or fnmatch.filter(modules, choice)
+        if not found:
+            near = ", ".join(difflib.get_close_matches(choice, modules, n=3, cutoff=0.0))
+            raise RecomputeError(
+                f"recompute names {choice!r}, which matches no layer; nearest: {near}", entry="recompute-name"
+            )
+    else:
+        found = [fqn for fqn, module in modules.items() if isinstance(module, choice)]
+        if not found:
+            classes = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
+            raise RecomputeError(
+                f"recompute: no layer is a {choice.__name__}; the layers, which are recomputed in full or in part, are"
+                f" {', '.join(layers)}, of {classes}",
+                entry="recompute-name",
+            )
+    names = dict.fromkeys(found)
+    return [fqn for fqn in names if not any(name in names for name in names_around(fqn))]
+
+
+def _is_member(fqn: str, modules: Collection[str]) -> bool:
+    """Returns whether a module is in a list, which has no forward and so is none of ``modules``."""
+    parent = fqn.rpartition(".")[0]
+    return bool(parent) and parent not in modules

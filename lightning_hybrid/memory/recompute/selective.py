@@ -12,6 +12,7 @@ products only.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -106,9 +107,10 @@ class LayerRun(TorchDispatchMode):
         is_paused: Whether a repetition runs.
     """
 
-    def __init__(self, chosen: frozenset[int] = frozenset()) -> None:
+    def __init__(self, chosen: frozenset[int] = frozenset(), most: int = sys.maxsize) -> None:
+        """Keeps the ``chosen`` products, up to ``most`` bytes: experts inside may get more rows than in another run."""
         super().__init__()
-        self._chosen, self._count = chosen, 0
+        self._chosen, self._count, self._left = chosen, 0, most
         self._number_at: dict[int, int] = {}  # by storage
         self.kept: dict[int, KeptResult] = {}
         self.has_ended = self.is_paused = False
@@ -125,7 +127,10 @@ class LayerRun(TorchDispatchMode):
             return out
         if is_product(func, args, kwargs):
             self._count += 1
-            if self._count - 1 in self._chosen or _kind(func).is_collective:
+            if _kind(func).is_collective:
+                self._keep(self._count - 1, func, args, out)
+            elif self._count - 1 in self._chosen and (nbytes := storage_bytes(plain_tensors(out))) <= self._left:
+                self._left -= nbytes
                 self._keep(self._count - 1, func, args, out)
         elif self.kept and (written := _kind(func).written):
             for tensor in _written_tensors(written, args, kwargs):

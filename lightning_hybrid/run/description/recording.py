@@ -55,7 +55,8 @@ def record_in_one_stage(
         with torch.enable_grad(), current_hook(module, "training_step"), around:
             graphs.append(recipe.record().graph)
 
-    layers = find_layers(dict(module.named_children())) if layers is None else layers
+    if layers is None:
+        layers = {fqn: module.get_submodule(fqn) for fqn in run.policies or find_layers(dict(module.named_children()))}
     # Units as of stages where a step reads parameters inside of layers.
     for units, guesses in itertools.product((layers, choose_units(module, 2)), GUESSES):
         try:

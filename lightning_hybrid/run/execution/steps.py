@@ -351,15 +351,15 @@ class StepExecution(OwnedByRun):
         return result.output
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
-        """Run the user's step without a runner, with compiled layers if there are any."""
-        layers = self.run.active.until_backward
-        if not layers.replaces_layers:
+        """Run the user's step without a runner; layers stay replaced until its backward, where checkpoints run them."""
+        if not (active := self.run.active).replaces_layers:
             return self._logged_step(name, args)
         self._until_backward.close()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(layers.running())
+            stack.enter_context(active.until_backward.running())
             output = self._logged_step(name, args)
-            if name == "training_step":
+            if name == "training_step" and output is not None and not self.setting.is_manual:
+                stack.enter_context(active.of_steps.running())
                 self._until_backward = stack.pop_all()
         return output
 

@@ -87,6 +87,11 @@ def find_layers(units: Mapping[str, nn.Module], closed: Collection[nn.Module] = 
     return found
 
 
+def names_around(fqn: str) -> list[str]:
+    """The FQNs of the modules around a module, the outermost first, without the root."""
+    return [fqn[:end] for end, character in enumerate(fqn) if character == "."]
+
+
 def shortened(fqn: str, most: int = _MAX_NAME) -> str:
     """The FQN for a table: a long one without the names in its middle, such as LoRA has."""
     if len(fqn) <= most:

@@ -189,14 +189,24 @@ def _can_open(module: nn.Module) -> bool:
 
 
 def _mixtures(root: nn.Module) -> Iterator[str]:
-    """FQNs of modules with a list of equal modules and a weight of as many rows beside it: experts and a router."""
-    for fqn, module in root.named_modules():
-        lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
-        others = [child for child in module.children() if child not in lists]
-        beside = [*module.parameters(recurse=False), *(p for child in others for p in child.parameters())]
-        rows = {full_shape(parameter)[0] for parameter in beside if parameter.dim() == 2}
-        if any(len(each) in rows and len({_structure(member) for member in each.children()}) == 1 for each in lists):
-            yield fqn
+    """FQNs of modules with a list of experts and a router."""
+    return (fqn for fqn, module in root.named_modules() if _lists_of_experts(module))
+
+
+def experts_in_layers(root: nn.Module) -> list[nn.Module]:
+    """The lists of experts inside of members of other lists, whose layers they are parts of."""
+    lists = (each for each in root.modules() if isinstance(each, (nn.ModuleList, nn.ModuleDict, nn.Sequential)))
+    inside = {inner for each in lists for member in each.children() for inner in member.modules()}
+    return [experts for module in inside for experts in _lists_of_experts(module)]
+
+
+def _lists_of_experts(module: nn.Module) -> list[nn.Module]:
+    """Lists of equal modules with a weight of as many rows beside them, which is of their router."""
+    lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    others = [child for child in module.children() if child not in lists]
+    beside = [*module.parameters(recurse=False), *(p for child in others for p in child.parameters())]
+    rows = {full_shape(parameter)[0] for parameter in beside if parameter.dim() == 2}
+    return [each for each in lists if len(each) in rows and len(set(map(_structure, each.children()))) == 1]
 
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:

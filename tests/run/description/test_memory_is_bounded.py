@@ -87,3 +87,24 @@ def test_the_estimate_bounds_what_is_measured(worlds, name, kind):
     size, options = OPTIONS[name]
     for peak, predicted in worlds.run(size, measure, kind, size, options, timeout=100)[0]:
         assert 0.5 * predicted <= peak <= predicted, f"measured {peak:,}, predicted {predicted:,}"
+
+
+class Split(nn.Module):
+    """A block with a list of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+
+    def forward(self, x):
+        return sum(part(x) for part in self.parts)
+
+
+class Blocks(Classifier):
+    def layers(self):
+        return [Split() for _ in range(6)]
+
+
+def test_blocks_recomputed_as_one(worlds):
+    for peak, predicted in worlds.run(2, measure, Blocks, 2, {"recompute": [Split]}, timeout=100)[0]:
+        assert 0.5 * predicted <= peak <= predicted, f"measured {peak:,}, predicted {predicted:,}"
