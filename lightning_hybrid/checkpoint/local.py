@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.full import holding, own_state, saved_tensors, state_with
 from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.layout import AXES
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.params.shards import LocalShards
@@ -107,9 +108,15 @@ def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tupl
 
 def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:
     """The number of ranks along an axis that have equal boxes, context ranks included, and this rank's index."""
-    if axis.startswith("ep_"):  # context ranks that have other experts are not among them, and the others are
-        return mesh.size(axis), mesh.rank_in(axis)
-    return mesh.size(axis) * mesh.size("cp"), mesh.rank_in(axis) * mesh.size("cp") + mesh.rank_in("cp")
+    if not axis.startswith("ep_"):
+        return mesh.size(axis) * mesh.size("cp"), mesh.rank_in(axis) * mesh.size("cp") + mesh.rank_in("cp")
+    # Context ranks that have other experts are not among them, and the others are. Stages and tensor ranks that hold
+    # shards of all else instead have the same experts.
+    size, index = mesh.size(axis), mesh.rank_in(axis)
+    for shared in (each for each in mesh.sharded_axes if each != "cp"):
+        count = mesh.layout.sizes[AXES.index(shared)]
+        size, index = size * count, index * count + getattr(mesh.coordinates, shared)
+    return size, index
 
 
 class LocalState:
