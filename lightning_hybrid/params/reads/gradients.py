@@ -50,7 +50,7 @@ class FullGradients:
         shards: LocalShards,
         agreement: HookAgreement,
     ) -> None:
-        """Take parameters by FQN, in one order on all ranks; those of the agreement share them."""
+        """Take parameters by FQN, in one order on all ranks, which the ranks of the agreement share."""
         self._parameters, self._shards, self._agreement = dict(parameters), shards, agreement
         self._group = agreement.group
         self._order = list(parameters)
