@@ -249,14 +249,8 @@ def _check_size(name: str, size: object) -> None:
 def _mismatch_message(fixed_sizes: Mapping[str, int], world_size: int) -> str:
     """Say which number of ranks the sizes need, and which single change makes them fit the world."""
     needed = math.prod(fixed_sizes.values())
-    short = {
-        "pipeline_parallel_size": "pp",
-        "data_parallel_size": "dp",
-        "context_parallel_size": "cp",
-        "tensor_parallel_size": "tp",
-    }
-    letters = "*".join(short[name] for name in fixed_sizes)
-    numbers = "*".join(str(size) for size in fixed_sizes.values())
+    factors = [f"{name}={size}" for name, size in fixed_sizes.items() if size > 1]
+    product = " * ".join(factors) + (f" = {needed}" if len(factors) > 1 else "")
     automatic = "data_parallel_size" not in fixed_sizes
     amount = "a multiple of " if automatic else ""
     fewer = world_size // needed * needed if automatic else 0
@@ -277,10 +271,7 @@ def _mismatch_message(fixed_sizes: Mapping[str, int], world_size: int) -> str:
         elif room >= 1 and not remainder:
             advice.insert(0, f"{name}={room}")
             break
-    return (
-        f"layout needs {amount}{letters} = {numbers} = {needed} ranks but the world has {world_size}; "
-        f"set {', or '.join(advice)}"
-    )
+    return f"layout needs {amount}{product} ranks but the world has {world_size}; set {', or '.join(advice)}"
 
 
 def _nearest_divisors(number: int, size: int) -> str:

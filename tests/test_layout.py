@@ -50,30 +50,31 @@ def test_resolve_assigns_remaining_ranks_to_data():
         (
             8,
             {"pipeline_parallel_size": 2, "data_parallel_size": 2, "tensor_parallel_size": 4},
-            "layout needs pp*dp*cp*tp = 2*2*1*4 = 16 ranks but the world has 8; "
-            "set tensor_parallel_size=2, or devices=16",
+            "layout needs pipeline_parallel_size=2 * data_parallel_size=2 * tensor_parallel_size=4 = 16 ranks but the"
+            " world has 8; set tensor_parallel_size=2, or devices=16",
         ),
         (
             8,
             {"pipeline_parallel_size": 2, "data_parallel_size": 2},
-            "layout needs pp*dp*cp*tp = 2*2*1*1 = 4 ranks but the world has 8; set data_parallel_size=4, or devices=4",
+            "layout needs pipeline_parallel_size=2 * data_parallel_size=2 = 4 ranks but the world has 8; "
+            "set data_parallel_size=4, or devices=4",
         ),
         (
             7,
             {"pipeline_parallel_size": 2, "data_parallel_size": 2},
-            "layout needs pp*dp*cp*tp = 2*2*1*1 = 4 ranks but the world has 7; set devices=4",
+            "layout needs pipeline_parallel_size=2 * data_parallel_size=2 = 4 ranks but the world has 7; set devices=4",
         ),
         (
             8,
             {"pipeline_parallel_size": 3},
-            "layout needs a multiple of pp*cp*tp = 3*1*1 = 3 ranks but the world has 8; "
+            "layout needs a multiple of pipeline_parallel_size=3 ranks but the world has 8; "
             "set pipeline_parallel_size=2 or 4, or devices=6 or 9",
         ),
         (
             8,
             {"pipeline_parallel_size": 4, "tensor_parallel_size": 4},
-            "layout needs a multiple of pp*cp*tp = 4*1*4 = 16 ranks but the world has 8; "
-            "set tensor_parallel_size=2, or devices=16",
+            "layout needs a multiple of pipeline_parallel_size=4 * tensor_parallel_size=4 = 16 ranks but the world has"
+            " 8; set tensor_parallel_size=2, or devices=16",
         ),
         (
             8,

@@ -268,6 +268,12 @@ def test_experts_are_parts_of_their_block():
     ]
 
 
+def test_classes_by_name():
+    """As a config file has them."""
+    for name in ("Block", f"{Block.__module__}.Block"):
+        assert recomputed_names([name]) == recomputed_names([Block]) == BLOCKS
+
+
 def test_inner_choices_are_refused():
     with pytest.raises(
         RecomputeError, match=r"names blocks.0.moe with 'keep', which is inside of blocks.0 with 'full'"

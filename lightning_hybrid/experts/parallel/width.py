@@ -155,13 +155,13 @@ class TensorShardedExperts:
         self._reads: list[FullParameterReads] = []
 
     def gather_on_read(
-        self, sharding: AxisSharding, guards: ReadGuards, agreement: HookAgreement, without: Collection[str]
+        self, sharding: AxisSharding, guards: ReadGuards, agreement: HookAgreement, further: Collection[str]
     ) -> None:
         """Gathers parameters, sharded so over tensor ranks, when code outside of the experts reads them.
 
-        ``without`` are FQNs of parameters that other axes shard too, and gather over all of them.
+        ``further`` are FQNs of parameters that other ranks share too.
         """
-        self._reads = [FullParameterReads(self._root, sharding, without, guards, agreement)]
+        self._reads = [FullParameterReads(self._root, sharding, (), guards, agreement, further)]
 
     def _modules(self) -> dict[str, nn.Module]:
         modules = {fqn: self._root.get_submodule(fqn) for fqn in self._widths}

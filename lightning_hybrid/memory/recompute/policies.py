@@ -103,11 +103,13 @@ def _chosen(choice: Layers, layers: Mapping[str, nn.Module], modules: Mapping[st
     """Returns the FQNs of what a choice names: of modules inside of each other the outermost.
 
     A pattern with a wildcard names layers, and the members of a list, if it has as many parts as their names:
-    ``blocks.*`` are the blocks, whatever these contain, and ``model.*`` are all layers in ``model``.
+    ``blocks.*`` are the blocks, whatever these contain, and ``model.*`` are all layers in ``model``. Text may be the
+    name of a class too, ``package.Block``.
     """
     if isinstance(choice, str):
         members = [fqn for fqn in modules if fqn.count(".") == choice.count(".") and _is_member(fqn, modules)]
         found = fnmatch.filter([*members, *layers], choice) or fnmatch.filter(modules, choice)
+        found = found or [fqn for fqn, module in modules.items() if choice in _class_names(module)]
         if not found:
             near = ", ".join(difflib.get_close_matches(choice, modules, n=3, cutoff=0.0))
             raise RecomputeError(
@@ -124,6 +126,12 @@ def _chosen(choice: Layers, layers: Mapping[str, nn.Module], modules: Mapping[st
             )
     names = dict.fromkeys(found)
     return [fqn for fqn in names if not any(name in names for name in names_around(fqn))]
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    """Returns the names of a module's classes, with and without where they are defined, as a config file has them."""
+    names = ((base.__module__, base.__qualname__) for base in type(module).__mro__)
+    return {text for where, name in names for text in (name, f"{where}.{name}")}
 
 
 def _is_member(fqn: str, modules: Collection[str]) -> bool:

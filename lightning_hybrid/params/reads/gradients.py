@@ -13,7 +13,7 @@ zeros where another rank has a gradient of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +49,14 @@ class FullGradients:
         parameters: Mapping[str, nn.Parameter],
         shards: LocalShards,
         agreement: HookAgreement,
+        further: Collection[str] = (),
     ) -> None:
-        """Take parameters by FQN, in one order on all ranks, which the ranks of the agreement share."""
+        """Take parameters by FQN, in one order on all ranks, which the ranks of the agreement share.
+
+        ``further`` are those that other ranks share too: their gradients are gathered over all, elsewhere.
+        """
         self._parameters, self._shards, self._agreement = dict(parameters), shards, agreement
-        self._group = agreement.group
+        self._group, self._further = agreement.group, frozenset(further)
         self._order = list(parameters)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
         self._gradients: dict[str, _Gradient] = {}
@@ -136,7 +140,7 @@ class FullGradients:
         for name in self._order[number:]:
             parameter = self._parameters[name]
             size += self._shards.full_shape(name, parameter).numel() * parameter.element_size()
-            if self._is_current(name) or (found and size > _AHEAD):
+            if self._is_current(name) or (found and (size > _AHEAD or name in self._further)):
                 break
             found.append(name)
         return found

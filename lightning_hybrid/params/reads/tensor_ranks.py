@@ -31,10 +31,12 @@ class FullParameterReads:
         without: Collection[str],
         guards: ReadGuards,
         agreement: HookAgreement,
+        further: Collection[str] = (),
     ) -> None:
         """Selects the sharded parameters.
 
-        ``without`` are FQNs of parameters that another mode represents in full to code outside of layers.
+        ``without`` are FQNs of parameters that another mode represents in full to code outside of layers, and
+        ``further`` those that other ranks share too.
         """
         self._shards = LocalShards(root, [cut])
         self._names = {
@@ -45,7 +47,7 @@ class FullParameterReads:
         self._parameters = [p for p in root.parameters() if id(p) in self._names]
         self._copies = FullCopies(self._shards)
         named = {self._names[id(p)]: p for p in self._parameters}
-        self._gradients = FullGradients(named, self._shards, agreement)
+        self._gradients = FullGradients(named, self._shards, agreement, further)
         full = self._gradients
         gather = GatherCallbacks(guards, self._full, self._record_copy, full.get, full.set, self._derivative)
         self._outside = OutsideLayerGuard("tensor", gather)
@@ -74,6 +76,31 @@ class FullParameterReads:
                 return run(*args, **kwargs)
 
         return forward
+
+    def of_full_layer(self, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the forward of a layer that runs in full: views in place of its parameters are gathered too."""
+        places = [
+            (members, name, parameter)
+            for members in (inner._parameters for inner in layer.modules())
+            for name, parameter in members.items()
+            if parameter is not None and id(parameter) in self._names
+        ]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            views = [
+                (members, name, parameter, members[name])
+                for members, name, parameter in places
+                if members[name] is not parameter and getattr(members[name], "_base", None) is parameter
+            ]
+            for members, name, parameter, view in views:
+                members[name] = self._derivative(parameter, view)  # type: ignore[arg-type,assignment]
+            try:
+                return run(*args, **kwargs)
+            finally:
+                for members, name, _, view in views:
+                    members[name] = view
+
+        return forward if places else run
 
     def _full(self, parameter: nn.Parameter) -> Tensor:
         self._write_back()

@@ -167,7 +167,8 @@ class ParameterGradients:
                 for hook in filter(None, before):
                     changed = hook(total)
                     total = total if changed is None else changed
-                parameter.grad = total if parameter.grad is None else parameter.grad + total
+                with torch._C.DisableTorchFunctionSubclass():  # the gradient is that of what this rank holds
+                    parameter.grad = total if parameter.grad is None else parameter.grad + total
                 for hook in filter(None, after):
                     hook(parameter)
 

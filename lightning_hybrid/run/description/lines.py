@@ -101,16 +101,19 @@ def describe_batch_norm(setting: Setting, batch: RecordedBatch | None) -> list[s
     layers = sum(isinstance(module, _BatchNorm) for module in setting.module.modules())
     if not layers or batch is None or batch.samples is None or batch.num_microbatches == 1:
         return []
-    size = math.ceil(batch.samples / batch.num_microbatches)
+    replicas = setting.layout.data_parallel_size
+    is_synced = replicas > 1 and getattr(setting.trainer.strategy, "_layer_sync", None) is not None
+    samples = batch.samples * (replicas if is_synced else 1)
+    size = math.ceil(samples / batch.num_microbatches)
     counts = dict.fromkeys([max(1, batch.num_microbatches // 2), max(1, batch.num_microbatches // 4)])
-    gives = [f"{count} gives {math.ceil(batch.samples / count)}" for count in counts]
+    gives = [f"{count} gives {math.ceil(samples / count)}" for count in counts]
     advice = f"num_microbatches={', '.join(gives)}"
     advice += " (larger bubble)" * (setting.layout.pipeline_parallel_size > 1)
-    if setting.layout.data_parallel_size > 1 and getattr(setting.trainer.strategy, "_layer_sync", None) is None:
+    if replicas > 1 and not is_synced:
         advice += "; Trainer(sync_batchnorm=True) adds those of the other replicas"
     return [
-        f"BatchNorm: {counted(layers, 'layer')} average{'s' * (layers == 1)} {size} samples (a microbatch), and"
-        f" {batch.samples} in one process, which may change the accuracy; {advice}"
+        f"BatchNorm: {counted(layers, 'layer')} average{'s' * (layers == 1)} {size} samples (a microbatch"
+        f"{' of all replicas' * is_synced}), and {samples} in one process, which may change the accuracy; {advice}"
     ]
 
 

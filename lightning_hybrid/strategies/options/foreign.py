@@ -155,11 +155,16 @@ WITHOUT_COUNTERPART = frozenset(_OTHERS.split())
 
 # Other names of options: short ones, and Megatron's.
 _SHORT = {
-    **dict.fromkeys(("pp", "pp_size", "pipeline_parallel", "pipeline_model_parallel_size"), "pipeline_parallel_size"),
-    **dict.fromkeys(("tp", "tensor_parallel", "tensor_model_parallel_size"), "tensor_parallel_size"),
-    **dict.fromkeys(("dp", "dp_size", "data_parallel"), "data_parallel_size"),
-    **dict.fromkeys(("cp", "context_parallel"), "context_parallel_size"),
-    **dict.fromkeys(("ep", "ep_size", "expert_parallel", "expert_model_parallel_size"), "expert_parallel_size"),
+    **dict.fromkeys(
+        ("pp", "pp_size", "pipeline_size", "pipeline_parallel", "pipeline_model_parallel_size"),
+        "pipeline_parallel_size",
+    ),
+    **dict.fromkeys(("tp", "tensor_size", "tensor_parallel", "tensor_model_parallel_size"), "tensor_parallel_size"),
+    **dict.fromkeys(("dp", "dp_size", "data_size", "data_parallel"), "data_parallel_size"),
+    **dict.fromkeys(("cp", "context_size", "context_parallel"), "context_parallel_size"),
+    **dict.fromkeys(
+        ("ep", "ep_size", "expert_size", "expert_parallel", "expert_model_parallel_size"), "expert_parallel_size"
+    ),
     **dict.fromkeys(("zero", "zero_level"), "zero_stage"),
     **dict.fromkeys(("m", "microbatches"), "num_microbatches"),
     "virtual_pipeline_model_parallel_size": "stages_per_rank",

@@ -221,14 +221,15 @@ class ShardedModel:
                 found[name] = Vocabulary(self.shardings[0].placements[name].length, ranks)
         return found
 
-    def gather_on_read(self, guards: ReadGuards, agreement: HookAgreement, without: Collection[str]) -> None:
+    def gather_on_read(self, guards: ReadGuards, agreement: HookAgreement, further: Collection[str]) -> None:
         """Gathers parameters when code outside of units reads them, where no recording shows what it reads.
 
-        ``without`` are FQNs of parameters that other axes shard too, and gather over all of them.
+        ``further`` are FQNs of parameters that other ranks share too.
         """
-        left = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside} | {*without}
+        used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
         cut = next((axis for axis in self.shardings if axis.axis == "tp" and axis.placements), None)
-        self._reads = None if cut is None else FullParameterReads(self._root, cut, left, guards, agreement)
+        if cut is not None:
+            self._reads = FullParameterReads(self._root, cut, used_outside, guards, agreement, further)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -239,7 +240,7 @@ class ShardedModel:
         def run(fqn: str, full: Callable[..., Any]) -> Callable[..., Any]:
             sharded = self._buffers[fqn].gathered_after(self._runners[fqn].run_sharded)
             if reads is not None:
-                sharded = reads.of_layer(units[fqn], sharded)
+                sharded, full = reads.of_layer(units[fqn], sharded), reads.of_full_layer(units[fqn], full)
             return partial(self._sharded_or_full, fqn, sharded, full)
 
         forwards = replaced_forwards(units, run, reason="runs sharded units")
