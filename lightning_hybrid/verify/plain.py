@@ -108,6 +108,7 @@ class PlainRun:
         """Add what the steps have logged and predicted, and how the layout splits batches."""
         observed.batch, observed.step_numbers = self._shape, self._numbers
         observed.has_batch_norm = has_batch_norm(self._module)
+        observed.has_undivided_draws = self._randomness.has_undivided_draws
         if self._data_split.replicas > 1:
             observed.replica_predictions = [prediction_leaves(list(each.values())) for each in self._predicted]
 

@@ -85,6 +85,8 @@ class RunRecord:
     batch: tuple[int, int, int] = (0, 0, 0)
     step_numbers: set[str] = field(default_factory=set)  # names under which steps log plain numbers, in a reference
     has_batch_norm: bool = False  # whether the module has BatchNorm layers, in a reference
+    # whether steps draw numbers that are not of samples, such as dropout of weights; in a reference
+    has_undivided_draws: bool = False
     # the first step that is not the mean of that on its microbatches, in a reference that runs these
     mixing: Any = None
     # for each step the loss of each replica; in a reference of several

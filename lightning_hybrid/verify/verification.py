@@ -32,10 +32,13 @@ from lightning_hybrid.verify.references import (
 _WEAK = 1e-2
 _UNSPLIT = "each batch was one microbatch"
 Outcome = Literal["same", "refused", "different", "failed"]
-_DROPPED = (
-    "the module draws random numbers, and ranks that share a layer draw what they drop each for itself: both sides ran"
-    " without dropout"
+_DROPPED = "both sides ran without dropout"
+_OF_RANKS = "the module draws random numbers, and ranks that share a layer draw what they drop each for itself"
+_DRAWN = (
+    "without dropout both are the same: what differs is drawn, as by dropout of a table with as many rows as samples,"
+    " which each microbatch draws in full"
 )
+_OF_WEIGHTS = "the module draws what it drops of weights, for each microbatch, and a full batch draws once"
 
 
 @dataclass(frozen=True)
@@ -245,8 +248,9 @@ class Verification:
         if report is not None and all(each.key.what == RESUMED for each in found.differences):
             return report
         report = self._report_of(layout, ranks, found)
-        may_drop = layout.shares_layers and found.reference.draws and report.outcome == "different"
-        return self._without_dropout(layout, report) if may_drop else report
+        why = _OF_RANKS * layout.shares_layers or _OF_WEIGHTS * found.reference.observed.has_undivided_draws
+        may_drop = found.reference.draws and report.outcome == "different"
+        return self._without_dropout(layout, report, why) if may_drop else report
 
     def _judged(
         self, ranks: list[RunRecord], plain: Reference | None, data_split: DataSplit, changed: DataSplit
@@ -261,14 +265,18 @@ class Verification:
             plain = self.reference(changed)
         return Judge(ranks, plain, changed, partial(self.reference_of_pieces, changed, plain)).comparison()
 
-    def _without_dropout(self, layout: Layout, drawn: Report) -> Report:
-        """Compare both sides without dropout; return the report of before if they differ even so."""
+    def _without_dropout(self, layout: Layout, drawn: Report, why: str) -> Report:
+        """Compare both sides without dropout; return the report of before if they differ even so, or for no reason."""
         if isinstance(self.experiment.make_module, WithoutDropout):
             return drawn
         experiment = replace(self.experiment, make_module=WithoutDropout(self.experiment.make_module))
         again = Verification(experiment, run=self._run, timeout=self._timeout, on_phase=self._on_phase)
         report = again.check(layout)
-        return replace(report, notes=(*report.notes, _DROPPED)) if report.outcome == "same" else drawn
+        if report.outcome != "same":
+            return drawn
+        if not why:
+            return replace(drawn, notes=(*drawn.notes, _DRAWN))
+        return replace(report, notes=(*report.notes, f"{why}: {_DROPPED}"))
 
     def _reference_that_runs(self, data_split: DataSplit) -> tuple[Reference | None, Reference]:
         """The plain step on full batches, None if these do not run as one; and the first reference that runs."""

@@ -248,3 +248,34 @@ def masked_rows():
 def test_replicas_whose_loaders_draw_differently_often(worlds, layout):
     report = check(worlds, Masks, layout, make_data=masked_rows)
     assert report.outcome == "same", str(report)
+
+
+class DropsWeights(LightningModule):
+    """Dropout of a weight, which each microbatch draws in full, and a loss that weighs microbatches by labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(6, 6) * 0.3) for _ in range(3))
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(6, 5)
+
+    def training_step(self, batch, batch_idx):
+        x, labels = batch
+        for weight in self.weights:
+            x = (x @ self.drop(weight)).tanh()
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def labelled():
+    draw = torch.Generator().manual_seed(1)
+    labels = torch.randint(5, (16,), generator=draw)
+    labels[::3] = -100
+    return DataLoader(TensorDataset(torch.randn(16, 6, generator=draw), labels), 8)
+
+
+def test_dropout_of_weights_is_left_out(worlds):
+    layout = Layout("m2", 1, {"pipeline_parallel_size": 1, "num_microbatches": 2})
+    report = check(worlds, DropsWeights, layout, make_data=labelled)
+    assert report.outcome == "same" and report.notes[-1].endswith("both sides ran without dropout"), str(report)

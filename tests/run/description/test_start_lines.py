@@ -272,7 +272,7 @@ def test_line_on_small_default_microbatches(given, samples, flops, fewer):
         (1, 2, None, []),
         (4, 1, None, ["BatchNorm: 1 layer averages 8 samples (a microbatch), and 32 in one process"]),
         (4, 2, None, ["; Trainer(sync_batchnorm=True) adds those of the other replicas"]),
-        (4, 2, object(), ["; num_microbatches=2 gives 16, 1 gives 32 (larger bubble)"]),
+        (4, 2, object(), ["16 samples (a microbatch of all replicas), and 64 in one process"]),
         (2, 1, None, ["; num_microbatches=1 gives 32 (larger bubble)"]),
     ],
 )
