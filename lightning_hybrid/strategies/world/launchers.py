@@ -7,6 +7,7 @@ import ctypes
 import io
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed import DistNetworkError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_hybrid.errors import add_error_note
@@ -58,11 +60,18 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Start the ranks, after a look at what would end all of them.
 
         Raises:
-            RuntimeError: The program is no file that could be started again.
+            RuntimeError: The program is no file that could be started again, or another process has the port.
         """
         self.strategy.check_before_ranks(function, *args, **kwargs)
         self._check_script()
-        return super().launch(function, *args, **kwargs)
+        try:
+            return super().launch(function, *args, **kwargs)
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            self.kill(signal.SIGTERM)  # the others would wait for this rank
+            port = self.cluster_environment.main_port
+            raise RuntimeError(f"port {port} is in use; set MASTER_PORT to a free one, or leave it unset") from None
 
     def _check_script(self) -> None:
         if not self.cluster_environment.creates_processes_externally and sys.argv[0] in ("-", "-c", ""):

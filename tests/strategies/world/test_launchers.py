@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -417,3 +418,12 @@ def test_a_program_without_a_file_is_refused(option, words):
     run = subprocess.run(**given, input=text, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert run.returncode == 1
     assert f"this program came from {words}; save it as a .py file" in run.stderr, run.stderr
+
+
+def test_a_port_in_use_ends_all_ranks(tmp_path):
+    """The output ends when the last process that writes to it has."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = ["env", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}", sys.executable, write_script(tmp_path)]
+        code, output, _ = run(command)
+    assert code == 1 and f"port {port} is in use; set MASTER_PORT to a free one" in output, output
