@@ -198,6 +198,7 @@ RUNS = {
     "clamped in hooks": shared(Clamps),
     "masks on gradients": shared(MasksStacked),
     "masks on gradients, a list": shared(MasksListed, batch_size=1, microbatches=1, num_batches=3),
+    "masks on gradients, a list, microbatches": shared(MasksListed),
     "masks on gradients, tensor ranks": shared(MasksStacked, tp=2, slow=True),
     "masks on gradients, a list, tensor ranks": shared(MasksListed, tp=2, slow=True),
     "masks on gradients, zero3": shared(MasksStacked, dp=4, strategy={"zero_stage": 3}, slow=True),

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.tensors import on_group_device
 from lightning_hybrid.params.gradient_hooks import StepHooks
-from lightning_hybrid.pipeline.runtime.old_gradients import OldGradients
+from lightning_hybrid.pipeline.runtime.old_gradients import OldGradients, completing
 from lightning_hybrid.step.objects.modules import modules_in, parameters_of
 from lightning_hybrid.step.objects.tensors import GradientHook, gradient_dtype, gradient_hooks
 from lightning_hybrid.step.standins.tensors import is_absent
@@ -169,8 +169,9 @@ class ParameterGradients:
                     total = total if changed is None else changed
                 with torch._C.DisableTorchFunctionSubclass():  # the gradient is that of what this rank holds
                     parameter.grad = total if parameter.grad is None else parameter.grad + total
-                for hook in filter(None, after):
-                    hook(parameter)
+                with completing():
+                    for hook in filter(None, after):
+                        hook(parameter)
 
     def close(self) -> None:
         """Give the hooks back to the parameters, at the end of a step."""

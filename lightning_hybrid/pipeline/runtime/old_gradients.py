@@ -58,10 +58,24 @@ class OldGradients:
             yield
 
 
+_completions = 0  # of gradients that are running now
+
+
+@contextlib.contextmanager
+def completing() -> Iterator[None]:
+    """Let hooks inside read gradients, as they do in the backward that is completed."""
+    global _completions
+    _completions += 1
+    try:
+        yield
+    finally:
+        _completions -= 1
+
+
 def _is_read_by_user() -> bool:
     """Whether code of the user, or a function of a library that reads gradients for it, reads outside of a backward."""
     name = sys._getframe(2).f_globals.get("__name__")
-    return not _is_library(name) and torch._C._current_autograd_node() is None
+    return not _is_library(name) and torch._C._current_autograd_node() is None and not _completions
 
 
 @functools.cache  # asked at each access of a gradient in a step
