@@ -32,6 +32,8 @@ from lightning_hybrid.techniques.zero import Zero
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
+KEEPS = SimpleNamespace(policies={})  # a run in which no layer is recomputed
+
 
 def parameter(nbytes, *, shards=4, layer="", is_trained=True):
     return ParameterOnRank(nbytes, nbytes // shards, 2 * nbytes // shards, is_trained, layer)
@@ -51,16 +53,18 @@ def test_zero_stages():
     assert replicas.total == 1607 and (replicas + replicas).total == 3214
     expected = {1: (2080, 500, 1000, 2000), 2: (2080, 500, 1000, 2000), 3: (520, 500, 1000, 4080)}
     for stage, sizes in expected.items():
-        found = estimate_rank_memory(members, None, footprint=zero(stage).footprint(None, members))
+        found = estimate_rank_memory(members, None, footprint=zero(stage).footprint(KEEPS, members))
         assert (found.parameters, found.gradients, found.optimizer_states, found.gathered) == sizes
         assert found.activations is None and found.total == sum(sizes)
-    by_layer = estimate_rank_memory(members, None, footprint=zero(3, per_layer=True).footprint(None, members))
+    by_layer = estimate_rank_memory(members, None, footprint=zero(3, per_layer=True).footprint(KEEPS, members))
     assert by_layer.gathered == 80 + 2 * (400 + 400), "two layers at a time"
 
 
 def test_offloaded_states_are_not_in_the_memory_of_the_device():
     places = {"parameters": "files", "optimizer_states": "host"}
-    rank = estimate_rank_memory([parameter(400)], 7, footprint=zero(3).footprint(None, [parameter(400)]), places=places)
+    rank = estimate_rank_memory(
+        [parameter(400)], 7, footprint=zero(3).footprint(KEEPS, [parameter(400)]), places=places
+    )
     assert (rank.parameters, rank.gradients, rank.optimizer_states, rank.gathered) == (100, 100, 200, 800)
     assert rank.between_steps == 100 and rank.total == 100 + 800 + 7
     assert (rank + rank).total == 2 * rank.total

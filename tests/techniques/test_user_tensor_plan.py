@@ -47,7 +47,10 @@ def test_user_plan_is_applied_by_stage_and_layer(worlds):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"layers.*.9": "rowwise"}, r"TensorPlanError.*'layers.\*.9', which is no module; nearest: \["),
+        (
+            {"layers.*.9": "rowwise"},
+            r"TensorPlanError.*'layers.\*.9', which is no module; did you mean 'layers\.\*\.\*'",
+        ),
         ({"layers.*.0": "rowwise"}, r"TensorPlanError.*layers.0.0 is rowwise, but no colwise linear feeds it"),
     ],
 )
