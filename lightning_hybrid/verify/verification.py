@@ -34,10 +34,6 @@ _UNSPLIT = "each batch was one microbatch"
 Outcome = Literal["same", "refused", "different", "failed"]
 _DROPPED = "both sides ran without dropout"
 _OF_RANKS = "the module draws random numbers, and ranks that share a layer draw what they drop each for itself"
-_DRAWN = (
-    "without dropout both are the same: what differs is drawn, as by dropout of a table with as many rows as samples,"
-    " which each microbatch draws in full"
-)
 _OF_WEIGHTS = "the module draws what it drops of weights, for each microbatch, and a full batch draws once"
 
 
@@ -248,8 +244,10 @@ class Verification:
         if report is not None and all(each.key.what == RESUMED for each in found.differences):
             return report
         report = self._report_of(layout, ranks, found)
-        why = _OF_RANKS * layout.shares_layers or _OF_WEIGHTS * found.reference.observed.has_undivided_draws
-        may_drop = found.reference.draws and report.outcome == "different"
+        # With replicas the reference of their own batches draws as they do.
+        is_undivided = layout.replicas == 1 and found.reference.observed.has_undivided_draws
+        why = _OF_RANKS * layout.shares_layers or _OF_WEIGHTS * is_undivided
+        may_drop = why and found.reference.draws and report.outcome == "different"
         return self._without_dropout(layout, report, why) if may_drop else report
 
     def _judged(
@@ -266,17 +264,13 @@ class Verification:
         return Judge(ranks, plain, changed, partial(self.reference_of_pieces, changed, plain)).comparison()
 
     def _without_dropout(self, layout: Layout, drawn: Report, why: str) -> Report:
-        """Compare both sides without dropout; return the report of before if they differ even so, or for no reason."""
+        """Compare both sides without dropout; return the report of before if they differ even so."""
         if isinstance(self.experiment.make_module, WithoutDropout):
             return drawn
         experiment = replace(self.experiment, make_module=WithoutDropout(self.experiment.make_module))
         again = Verification(experiment, run=self._run, timeout=self._timeout, on_phase=self._on_phase)
         report = again.check(layout)
-        if report.outcome != "same":
-            return drawn
-        if not why:
-            return replace(drawn, notes=(*drawn.notes, _DRAWN))
-        return replace(report, notes=(*report.notes, f"{why}: {_DROPPED}"))
+        return replace(report, notes=(*report.notes, f"{why}: {_DROPPED}")) if report.outcome == "same" else drawn
 
     def _reference_that_runs(self, data_split: DataSplit) -> tuple[Reference | None, Reference]:
         """The plain step on full batches, None if these do not run as one; and the first reference that runs."""
