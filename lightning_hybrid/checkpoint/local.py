@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.full import holding, own_state, saved_tensors, state_with
 from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.layout import AXES
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.params.boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.params.shards import LocalShards
@@ -114,7 +113,7 @@ def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:
     # shards of all else instead have the same experts.
     size, index = mesh.size(axis), mesh.rank_in(axis)
     for shared in (each for each in mesh.sharded_axes if each != "cp"):
-        count = mesh.layout.sizes[AXES.index(shared)]
+        count = mesh.layout.by_axis[shared]
         size, index = size * count, index * count + getattr(mesh.coordinates, shared)
     return size, index
 

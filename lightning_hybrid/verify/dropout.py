@@ -1,4 +1,4 @@
-"""Modules without dropout, for layouts whose ranks share layers: each of these draws what it drops for itself."""
+"""Modules without dropout, for comparisons whose sides draw what they drop by other rules."""
 
 from __future__ import annotations
 

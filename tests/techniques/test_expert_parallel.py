@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,8 @@ from lightning.pytorch import Callback
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from harness.checkpoint_runs import PLAIN, PP2, TP2, ZERO, Layout, assert_same_state, folders, save_halfway, train
-from harness.fits import Run, check, fit, fit_reference, refusal
+from harness.fits import Run, assert_parity, check, fit, fit_reference, reference_of, refusal
+from lightning_hybrid.callbacks import ActivationOffload
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.experts import register_experts
 from lightning_hybrid.techniques.experts import ExpertParallel
@@ -265,6 +267,42 @@ IN_FLOAT32 = {DeepseekV3: 1e-5}
 @pytest.mark.parametrize("run", list(RUNS.values()), ids=list(RUNS))
 def test_parity(worlds, run):
     check(worlds, run, tolerance=IN_FLOAT32.get(run.case, 1e-10))
+
+
+class OnDisk(ActivationOffload):
+    """What layers save, experts included."""
+
+    recorded = None
+
+    def __init__(self, folder):
+        super().__init__(min_bytes=1, to=f"disk:{folder}")
+
+
+def test_activations_on_disk(worlds, tmp_path):
+    plain = Run(Mixtral, dp=2, ep=2)
+    run = replace(plain, callback=partial(OnDisk, tmp_path))
+    assert_parity(worlds.run(2, fit, run), reference_of(worlds, plain), run)
+
+
+class SavesAfterwards(Callback):
+    """Saves a folder after the run."""
+
+    recorded = None
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_fit_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def test_folder_of_manual_steps_under_stages(worlds, tmp_path):
+    """Stages hold shards of all else instead, and the same experts, whose states one of them writes."""
+    path = tmp_path / "folder.ckpt"
+    folders = {"save_distributed_checkpoint": True}
+    run = Run(ClipsByHand, pp=2, dp=2, ep=2, microbatches=1, strategy=folders, callback=partial(SavesAfterwards, path))
+    worlds.run(4, fit, run)
+    assert (path / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [pytest.param("32-true", 1e-3, marks=SLOW), ("bf16-mixed", 0.2)])

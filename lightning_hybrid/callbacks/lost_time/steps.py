@@ -221,8 +221,8 @@ def metrics_of(lost: TimeByCause) -> dict[str, float]:
     return {**shares, "lost_time/step_seconds": seconds}
 
 
-# The predicted and the measured bubble hold more than fill and drain; "other" has to be looked up.
 _NOTED = 0.05  # of a step, from which on the gaps of the host are told apart
+# The predicted and the measured bubble hold more than fill and drain; "other" has to be looked up.
 _SHOWN = {"bubble": "fill+drain", "other": "host"}
 
 
